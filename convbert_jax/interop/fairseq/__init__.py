@@ -1,1 +1,1 @@
-"""Models of fairseq that write text: LightConv, DynamicConv and the Transformer beside them."""
+"""fairseq's translation and language models: LightConv, DynamicConv and Transformer."""

@@ -1,6 +1,4 @@
-"""What fairseq was told of a model (its `args` or `cfg`), as our sections; what has no counterpart
-is refused by name.
-"""
+"""Conversion of fairseq's model arguments (`args` or `cfg`) to config sections."""
 
 import argparse
 import dataclasses
@@ -14,13 +12,13 @@ from convbert_jax.interop.networks import ConversionError
 from convbert_jax.interop.pytorch import Foreign
 
 LAST_NORM = "decoder.layer_norm.weight"
-EPSILON = 1e-5  # of torch.nn.LayerNorm, which has no argument
+EPSILON = 1e-5  # default of torch.nn.LayerNorm; fairseq has no argument for it
 _MOST_VALUES = 100_000
-_DEEPEST = 30  # of containers in containers; omegaconf has three for each of its own
+_DEEPEST = 30  # nested containers; omegaconf needs three for each of its own
 _MOST_LAYERS = 200
 _LANGUAGE_MODELS = ("lightconv_lm", "transformer_lm")
 _CONVOLUTIONS = {"dynamic": "dynamic", "lightweight": "light"}
-# What must be off or absent: what it switches on has no counterpart here.
+# Arguments that must be off or missing, because their features are not supported.
 _OFF = (
     *("adaptive_softmax_cutoff", "adaptive_input", "tie_adaptive_weights", "tie_adaptive_proj"),
     *("character_embeddings", "char_inputs", "no_scale_embedding", "layernorm_embedding"),
@@ -30,9 +28,9 @@ _OFF = (
     *("no_enc_token_positional_embeddings", "no_dec_token_positional_embeddings"),
     *("encoder_add_adapters", "decoder_add_adapters"),
 )
-# What must be as wide as the layers.
+# Widths that must equal the width of the layers.
 _WIDTHS = ("encoder_conv_dim", "decoder_conv_dim", "decoder_input_dim", "decoder_output_dim")
-# Of encoder and decoder alike, and the field here that says both.
+# Arguments that must be equal in encoder and decoder, and the field that sets both.
 _BOTH = {
     "embed_dim": "config.model.hidden_size",
     "ffn_embed_dim": "config.model.ffn_size",
@@ -40,18 +38,19 @@ _BOTH = {
     "normalize_before": "config.sequence.norm",
     "learned_pos": "config.sequence.positions",
 }
-# Of training alone: a model that is read computes the same without them.
+# Arguments that affect only training.
 _TRAINING = ("input_dropout", "weight_dropout", "encoder_layerdrop", "decoder_layerdrop")
 
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """A model of fairseq in our words.
+    """Config sections of a fairseq model.
 
     Attributes:
-      alone: a language model: `model` describes its decoder.
-      languages: of source and target, as the names of dictionaries have them; () of one alone.
-      left_out: arguments of training that have no counterpart, with their values.
+      model, sequence: the sections.
+      alone: whether it is a language model, whose decoder `model` describes.
+      languages: source and target language in names of dictionaries; () for a language model.
+      left_out: training arguments without an equivalent here, with their values.
     """
 
     model: ModelSection
@@ -62,10 +61,10 @@ class Outline:
 
 
 def find_arguments(content: Any) -> dict[str, Any]:
-    """Name -> value, of the `args` of a checkpoint or of the model and the task in its `cfg`.
+    """Returns the model arguments of a checkpoint: its `args`, or task and model of its `cfg`.
 
     Raises:
-      ConversionError: there are none.
+      ConversionError: the checkpoint has no arguments.
     """
     state = content if isinstance(content, dict) else {}
     budget = [_MOST_VALUES]
@@ -83,20 +82,20 @@ def find_arguments(content: Any) -> dict[str, Any]:
                 flat |= {f"{side}_{name}": value for name, value in inner.items()}
     if not flat:
         raise ConversionError(
-            "its args and cfg do not say what the model is; it is no checkpoint of fairseq's "
-            "training, or none of a model."
+            "Found no model description in args or cfg; this is not a model checkpoint of fairseq."
         )
     return flat
 
 
 def derive_outline(arguments: Mapping[str, Any], tensors: Collection[str]) -> Outline:
-    """Our sections of a model.
+    """Derives the config sections of a model.
 
     Args:
+      arguments: arguments of the model by name.
       tensors: names of its parameters.
 
     Raises:
-      ConversionError: an argument is absent, no size, or asks for what there is not here.
+      ConversionError: an argument is missing, invalid, or requires an unsupported feature.
     """
     a = _Arguments(arguments)
     arch = a.word("arch", a.word("_name", ""))
@@ -120,7 +119,7 @@ def derive_outline(arguments: Mapping[str, Any], tensors: Collection[str]) -> Ou
         values = [arguments.get(f"{side}_{name}") or False for side in sides]
         if values[0] != values[-1]:
             raise a.refuse(
-                f"decoder_{name}", f"the encoder's {shown(values[0])}, as {field} says both"
+                f"decoder_{name}", f"the encoder's {shown(values[0])}, because {field} sets both"
             )
     most = min(_MOST_LAYERS, len(tensors))
     layers = {side: a.size(f"{side}_layers", most) for side in sides}
@@ -152,7 +151,7 @@ def derive_outline(arguments: Mapping[str, Any], tensors: Collection[str]) -> Ou
         activation=a.activation(convolves),
         activation_dropout=a.rate("activation_dropout", 0.0) or a.rate("relu_dropout", 0.0),
         positions="none" if none else "learned" if learned else "sinusoidal",
-        # One table of places stands beside one of words, and fairseq has two.
+        # Shared vocabularies here also share learned position tables, but fairseq has two of them.
         shared_vocabulary=alone or (shared and (none or not learned)),
         tied_output=shared or a.flag("share_decoder_input_output_embed"),
     )
@@ -181,7 +180,7 @@ def derive_outline(arguments: Mapping[str, Any], tensors: Collection[str]) -> Ou
 
 
 class _Arguments:
-    """Arguments that are read with a check of what they are."""
+    """Arguments with validation of types and ranges."""
 
     def __init__(self, values: Mapping[str, Any]):
         self._values = values
@@ -190,7 +189,7 @@ class _Arguments:
         value = self._values.get(name)
         value = shown(value) if isinstance(value, int | float | str | type(None)) else _list(value)
         return ConversionError(
-            f"its argument {name}={value} has no counterpart here; it must be {needed}.",
+            f"The argument {name}={value} is not supported; it must be {needed}.",
             field=name,
             value=self._values.get(name),
         )
@@ -198,7 +197,7 @@ class _Arguments:
     def size(self, name: str, most: int = LARGEST) -> int:
         value = self._values.get(name)
         if type(value) is not int or not 1 <= value <= most:
-            raise self.refuse(name, f"a whole number from 1 to {most:,}")
+            raise self.refuse(name, f"an integer from 1 to {most:,}")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -212,14 +211,14 @@ class _Arguments:
         value = self._values.get(name)
         value = default if value is None else value
         if not isinstance(value, str):
-            raise self.refuse(name, "a word")
+            raise self.refuse(name, "a string")
         return value
 
     def rate(self, name: str, default: float) -> float:
         value = self._values.get(name)
         value = default if value is None else value
         if not isinstance(value, int | float) or not 0 <= value < 1:
-            raise self.refuse(name, "a number from 0 up to 1")
+            raise self.refuse(name, "a number of at least 0 and less than 1")
         return float(value)
 
     def heads(self, side: str, hidden: int) -> int:
@@ -239,20 +238,20 @@ class _Arguments:
         return () if self.flag(f"{side}_glu", True) else ("glu=false",)
 
     def kernels(self, side: str, layers: int) -> tuple[int, ...]:
-        """Taps of each layer; of an encoder odd ones, see below."""
+        """Returns the kernel size of each layer; odd for encoders."""
         name = f"{side}_kernel_size_list"
         found = self._values.get(name)
         if not isinstance(found, list | tuple) or len(found) not in (1, layers):
             raise self.refuse(name, f"one number for each of the {layers} layers")
         if any(type(taps) is not int or not 1 <= taps <= LARGEST for taps in found):
-            raise self.refuse(name, "whole numbers")
-        # Of an even number fairseq's encoder makes a pair of paddings, which no module of it takes.
+            raise self.refuse(name, "positive integers")
+        # For even sizes fairseq's encoder computes two paddings, which its modules do not accept.
         if side == "encoder" and any(taps % 2 == 0 for taps in found):
-            raise self.refuse(name, "odd numbers, as fairseq's encoders can compute no others")
+            raise self.refuse(name, "odd numbers, the only ones that fairseq's encoders support")
         return tuple(found) * (layers if len(found) == 1 else 1)
 
     def positions(self, alone: bool, learned: bool) -> int:
-        """The longest row; a table of learned ones has as many rows."""
+        """Returns the maximal length, which is also the number of learned positions."""
         names = (
             ("max_target_positions",) if alone else ("max_source_positions", "max_target_positions")
         )
@@ -264,7 +263,7 @@ class _Arguments:
         if learned and len(set(sizes)) > 1:
             raise self.refuse(
                 "max_target_positions",
-                f"the source's {sizes[0]}, as config.model.positions says both",
+                f"the source's {sizes[0]}, because config.model.positions sets both",
             )
         return max(sizes)
 
@@ -276,21 +275,21 @@ class _Arguments:
 
 
 def _list(value: Any) -> str:
-    """A list of numbers for a sentence; of anything else its kind."""
+    """Returns a list of numbers, or the type of any other value, for a message."""
     if isinstance(value, list | tuple) and all(isinstance(part, int) for part in value[:20]):
         return shown(list(value[:20]))
     return f"a {type(value).__name__}"
 
 
 def _plain(value: Any, budget: list[int], depth: int = 0) -> Any:
-    """Values in namespaces, omegaconf's containers and enums as what they stand for.
+    """Converts namespaces, omegaconf containers and enums to plain values.
 
     Args:
-      budget: [how many values may be looked at]: what is shared counts each time.
+      budget: [number of values that may still be visited]; shared values count each time.
     """
     budget[0] -= 1
     if budget[0] < 0 or depth > _DEEPEST:
-        raise ConversionError("its args are larger than those of any model; it is damaged.")
+        raise ConversionError("The args are too large for a model; the checkpoint is damaged.")
     if isinstance(value, argparse.Namespace):
         return _plain(vars(value), budget, depth + 1)
     if isinstance(value, Foreign):

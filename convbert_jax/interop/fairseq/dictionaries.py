@@ -1,4 +1,4 @@
-"""fairseq's dictionaries, `dict.de.txt`: a word and its count a line, behind four special ones."""
+"""fairseq dictionaries, `dict.de.txt`: a `word count` per line; four special words are implicit."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from convbert_jax.interop.claims import shown
 from convbert_jax.interop.networks import ConversionError
 
 BEGIN, PAD, END, UNKNOWN = SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
-# A decoder begins with </s> and ends with it, so it is [CLS] and [SEP] at once. <s> is in no text.
+# Decoders begin and end with </s>, so it is both [CLS] and [SEP]. fairseq does not use <s>.
 SPECIAL_IDS = SpecialIds(
     pad=SPECIAL.index(PAD),
     unknown=SPECIAL.index(UNKNOWN),
@@ -21,8 +21,8 @@ SPECIAL_IDS = SpecialIds(
 )
 _OVERWRITES = "#fairseq:overwrite"
 _LARGEST = 1 << 28  # bytes
-_CONTINUES = "@@"  # at the end of a piece: its word goes on in the next (subword-nmt, fastBPE)
-_FACTORS = [1 << power for power in range(11)]  # that dictionaries are padded to; usually 8
+_CONTINUES = "@@"  # ends a piece whose word continues in the next piece (subword-nmt, fastBPE)
+_FACTORS = [1 << power for power in range(11)]  # sizes are padded to a multiple; usually of 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,24 +30,24 @@ class Dictionary:
     """Words by id.
 
     Attributes:
-      entries: <s>, <pad>, </s> and <unk>, then those of the file; a word that a later line
-        overwrites stays where it was and is read as the later one.
+      entries: <s>, <pad>, </s> and <unk>, then the words of the file. If a later line overwrites a
+        word, both entries are kept and the word is encoded as the later id.
     """
 
     entries: tuple[str, ...]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of pieces between blanks, and </s> behind them.
+        """Returns the ids of the pieces of a text, with </s> at the end.
 
         Args:
-          text: tokenized and cut into pieces as the dictionary's texts were. The special ones
-            cannot come out of it: written there they are unknown.
+          text: pieces separated by spaces, tokenized as the training texts. Special words in the
+            text are encoded as <unk>.
         """
         words = text.split()
         return [*(self._ids.get(word, SPECIAL_IDS.unknown) for word in words), SPECIAL_IDS.sep]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Words between blanks, pieces joined, up to </s>; <s>, <pad> and </s> are none."""
+        """Returns the text of ids up to </s>, with pieces joined; omits <s>, <pad> and </s>."""
         words = []
         for index in ids:
             if index == SPECIAL_IDS.sep and words:
@@ -63,28 +63,32 @@ class Dictionary:
 
 
 def read_dictionary(path: Path, rows: int) -> Dictionary:
-    """The dictionary of a file, padded with made-up words as fairseq pads.
+    """Reads a dictionary and pads it with made-up words as fairseq does.
 
     Args:
-      rows: of the model's table: as many as there are words, or the next multiple of a power of 2.
+      rows: rows of the embedding table: the number of words, or this number rounded up to a
+        multiple of a power of 2.
 
     Raises:
-      ConversionError: it is absent, not UTF-8, of another size, a line is not `word count`, or a
-        word stands twice without `#fairseq:overwrite`.
+      ConversionError: the file is missing, not UTF-8 or of another size, a line is not `word
+        count`, or a word is repeated without `#fairseq:overwrite`.
     """
     try:
         if path.exists() and (not path.is_file() or path.stat().st_size > _LARGEST):
-            raise ConversionError(f"{path} is no plain file of words; copy it again.", path=path)
+            raise ConversionError(
+                f"{path} is not a regular file or is too large for a dictionary. Copy it again.",
+                path=path,
+            )
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
         raise ConversionError(
-            f"{path} cannot be read ({error.strerror}); a model of fairseq needs its dictionaries "
-            "beside it.",
+            f"Cannot read {path}: {error.strerror}. Copy the dictionaries into the folder of the "
+            "fairseq model.",
             path=path,
         ) from None
     except UnicodeDecodeError as error:
         raise ConversionError(
-            f"{path} is not UTF-8 (first bad byte at {error.start}); copy it again.", path=path
+            f"{path} is not UTF-8: first invalid byte at {error.start}. Copy it again.", path=path
         ) from None
     entries = list(SPECIAL)
     known = set(entries)
@@ -95,8 +99,8 @@ def read_dictionary(path: Path, rows: int) -> Dictionary:
         found = _parse(line)
         if found is None:
             raise ConversionError(
-                f"{path}, line {number}: {shown(line)} is not a word and its count; it is no "
-                "dictionary of fairseq, or damaged.",
+                f"{path}, line {number}: {shown(line)} is not `word count`. The file is damaged or "
+                "not a fairseq dictionary; copy it again.",
                 value=line,
                 path=path,
                 line=number,
@@ -104,8 +108,8 @@ def read_dictionary(path: Path, rows: int) -> Dictionary:
         word, overwrites = found
         if word in known and not overwrites:
             raise ConversionError(
-                f"{path}, line {number}: {shown(word)} is there before, which only a line "
-                f"with {_OVERWRITES} at its end may repeat; copy it again.",
+                f"{path}, line {number}: {shown(word)} repeats an earlier word without "
+                f"{_OVERWRITES} at the end of the line. Copy the file again.",
                 value=word,
                 path=path,
                 line=number,
@@ -114,8 +118,8 @@ def read_dictionary(path: Path, rows: int) -> Dictionary:
         entries.append(word)
     if rows not in {-(-len(entries) // factor) * factor for factor in _FACTORS}:
         raise ConversionError(
-            f"{path} has {len(entries):,} words, four special ones with them, but its model's "
-            f"table has {rows:,} rows; it belongs to another model.",
+            f"{path} has {len(entries):,} words, including four special ones, but the embedding "
+            f"table of the model has {rows:,} rows. Use the dictionary of this model.",
             path=path,
         )
     number = 0
@@ -128,7 +132,7 @@ def read_dictionary(path: Path, rows: int) -> Dictionary:
 
 
 def _parse(line: str) -> tuple[str, bool] | None:
-    """A word, and whether it may stand there twice; None of what is not `word count`."""
+    """Returns (word, whether it overwrites an earlier one), or None if malformed."""
     word, _, count = line.rstrip().rpartition(" ")
     overwrites = count == _OVERWRITES
     if overwrites:

@@ -1,13 +1,13 @@
-"""A checkpoint of fairseq as a model of ours: sections, parameters, dictionaries.
+"""Reader of fairseq checkpoints: config sections, parameters and dictionaries.
 
     found = read(Path("wmt16.en-de.joined-dict.dynamicconv-glu"))
     model = found.build()
     ids = found.dictionaries[0].encode("a tokeni@@ zed text .")
 
-Of rows as fairseq makes them the model gives what fairseq's gives: a source is its ids with </s>
-behind them, a target begins and ends with </s>. fairseq pads sources on the left and counts places
-over what is no padding; here padding stands on the right, and neither reads it, so that all real
-tokens have the same numbers.
+The model computes the outputs of fairseq's model for rows in fairseq's format: a source ends with
+</s>, a target begins and ends with </s>. fairseq pads sources on the left and numbers positions
+without padding; this package pads on the right. Neither reads padding, so outputs at real tokens
+agree.
 """
 
 import dataclasses
@@ -37,22 +37,22 @@ from convbert_jax.interop.fairseq.names import to_parameters
 from convbert_jax.interop.networks import ConversionError
 from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
 
-MODEL = "model.pt"  # in a folder of a release
+MODEL = "model.pt"  # file name in released folders
 _ALONE = "dict.txt"  # dictionary of a language model
 
 
 @dataclasses.dataclass(frozen=True)
 class FairseqModel:
-    """A model that was read.
+    """A fairseq model in the format of this package.
 
     Attributes:
-      model, sequence: the sections that describe it.
-      config: the same with the sizes of the dictionaries, as the network's class takes it.
-      params: its parameters, a nested dict of float32 arrays.
-      dictionaries: of source and target, or the one of a language model; ids are fairseq's.
-      special: ids of them all: [CLS] and [SEP] are both </s>, as fairseq's decoders begin with the
-        token that they end with.
-      left_out: arguments of training without a counterpart here, with their values.
+      model, sequence: config sections that describe the model.
+      config: network config from these sections and the sizes of the dictionaries.
+      params: parameters, a nested dict of float32 arrays.
+      dictionaries: of source and target, or the one of a language model, with fairseq's ids.
+      special: special ids of all dictionaries. [CLS] and [SEP] are both </s>, because fairseq's
+        decoders begin with the token that they end with.
+      left_out: training arguments without an equivalent here, with their values.
     """
 
     model: ModelSection
@@ -64,24 +64,24 @@ class FairseqModel:
     left_out: Mapping[str, Any]
 
     def build(self) -> EncoderDecoder | LanguageModel:
-        """The model itself."""
+        """Builds the model with its parameters."""
         make = LanguageModel if isinstance(self.config, LanguageModelConfig) else EncoderDecoder
         outline = nnx.eval_shape(lambda: make(self.config, nnx.Rngs(0)))
         return nnx.merge(nnx.graphdef(outline), jax.tree.map(jnp.asarray, self.params))
 
 
 def read(path: Path) -> FairseqModel:
-    """A checkpoint of LightConv, DynamicConv or a Transformer, with the dictionaries beside it.
+    """Reads a LightConv, DynamicConv or Transformer checkpoint with its dictionaries.
 
-    fairseq is not needed, and nothing in the file is executed.
+    Does not need fairseq and executes nothing in the file.
 
     Args:
-      path: of the file, or of a folder with `model.pt`; `dict.LANGUAGE.txt` of both languages, of a
-        language model `dict.txt`, are in the same folder.
+      path: the file, or a folder with `model.pt`. The same folder contains `dict.LANGUAGE.txt` of
+        both languages, or `dict.txt` of a language model.
 
     Raises:
-      ConversionError: a file is absent, damaged or not fairseq's; an argument of the model has no
-        counterpart; a parameter is missing, left or of another shape; a number is none.
+      ConversionError: a file is missing, damaged or not from fairseq; an argument of the model is
+        not supported; a parameter is missing, unknown, of another shape, NaN or infinite.
     """
     path = path / MODEL if path.is_dir() else path
     content = pytorch.read(path)
@@ -106,7 +106,7 @@ def _convert(path: Path, content: Any) -> FairseqModel:
     sizes = [len(dictionary.entries) for dictionary in dictionaries]
     derive = derive_language_model if outline.alone else derive_encoder_decoder
     config = derive(outline.model, outline.sequence, *sizes)
-    check_finite(tensors, "it")
+    check_finite(tensors, "The model")
     return FairseqModel(
         model=outline.model,
         sequence=outline.sequence,
@@ -121,15 +121,15 @@ def _convert(path: Path, content: Any) -> FairseqModel:
 def _read_dictionaries(
     folder: Path, outline: Outline, tensors: Mapping[str, np.ndarray]
 ) -> tuple[Dictionary, ...]:
-    """Those beside a model, each as large as its table."""
+    """Reads the dictionaries next to a model; each has as many words as its table has rows."""
     sides = ("decoder",) if outline.alone else ("encoder", "decoder")
     names = (_ALONE,)
     if not outline.alone:
         for language in outline.languages:
             if not language or Path(language).name != language or len(language) > 99:
                 raise ConversionError(
-                    f"its args name the language {shown(language)}, so its dictionaries cannot be "
-                    "found; they must have source_lang and target_lang.",
+                    f"Cannot find the dictionaries: the args name the language {shown(language)}. "
+                    "Set source_lang and target_lang in the checkpoint.",
                     value=language,
                 )
         names = tuple(f"dict.{language}.txt" for language in outline.languages)
@@ -138,14 +138,14 @@ def _read_dictionaries(
         table = tensors.get(f"{side}.embed_tokens.weight")
         if table is None or not table.shape:
             raise ConversionError(
-                f"its model lacks {side}.embed_tokens.weight; it is damaged.",
+                f"The model lacks {side}.embed_tokens.weight; the checkpoint is damaged.",
                 field=f"{side}.embed_tokens.weight",
             )
         found.append(read_dictionary(folder / name, table.shape[0]))
     if outline.sequence.shared_vocabulary and found[0].entries != found[-1].entries:
         raise ConversionError(
-            f"{folder / names[0]} and {folder / names[1]} differ, but its args say that they are "
-            "one; they belong to another model.",
+            f"{folder / names[0]} and {folder / names[1]} differ, but the args of the model "
+            "require a shared dictionary. Use the dictionaries of this model.",
             path=folder / names[0],
         )
     return tuple(found)

@@ -1,8 +1,8 @@
-"""How one parameter is called, and which way round it lies, in fairseq and here.
+"""Names and layouts of parameters in fairseq and in this package.
 
-Ours is the path in a model of `models/sequences`, theirs the names of LightConvModel,
-TransformerModel and their language models, `encoder.layers.3.linear1.weight`, of all versions: old
-names are first written as new ones.
+This package uses the path in a model of `models/sequences`; fairseq uses names such as
+`encoder.layers.3.linear1.weight` in LightConvModel, TransformerModel and their language models.
+Names of older fairseq versions are first converted to current ones.
 """
 
 import re
@@ -17,23 +17,23 @@ from convbert_jax.interop.networks import ConversionError, to_tree
 from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
 from convbert_jax.training.state import flatten
 
-PADDING = 1  # id of <pad>; the first token has the row behind it in a table of places
-# Numbers that are no parameters: a version, sinusoids or what keeps their type; and copies for a
-# faster path, which since 0.12 fairseq's encoders make anew when they read, whatever is in them.
+PADDING = 1  # id of <pad>; the first position has row PADDING + 1 of a position table
+# Buffers, not parameters: a version, sinusoids and their dtype. Also fused copies of weights for a
+# faster path, which fairseq since 0.12 recomputes when it loads an encoder.
 _NONE = re.compile(
     r"(encoder|decoder)\.(version|embed_positions\.(_float_tensor|weights))"
     r"|encoder\.layers\.\d+\.(in_proj|out_proj|fc1|fc2)_(weight|bias)"
 )
-# Of Transformers; LightConv's encoder still calls its own by number.
+# Transformers only: LightConv's encoder still numbers its norms.
 _OLD_NORMS = {
     "encoder": ("self_attn_layer_norm", "final_layer_norm"),
     "decoder": ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
 }
 _ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
-# Module of a layer of ours -> theirs, by (side, whether it attends).
+# Module path in a layer -> fairseq name, for convolution and attention layers.
 _CONVOLVES = {
-    "mixer": "conv",  # its own parameters
-    "mixer/value": "linear1",  # its second half is the gate
+    "mixer": "conv",  # parameters of the convolution
+    "mixer/value": "linear1",  # the second half of fairseq's linear1 is the gate
     "mixer/gate": "linear1.gate",
     "mixer/output": "linear2",
     "feed_forward/intermediate": "fc1",
@@ -59,7 +59,7 @@ _LAYERS = {
     ("encoder", True): _ATTENDS,
     ("decoder", True): _ATTENDS | _READS,
 }
-# Outside of layers.
+# Modules outside of the layers.
 _OUTSIDE = {
     "source/word": "encoder.embed_tokens",
     "source/position": "encoder.embed_positions",
@@ -82,22 +82,25 @@ _LEAVES = {
 def to_parameters(
     tensors: Mapping[str, np.ndarray], config: EncoderDecoderConfig | LanguageModelConfig
 ) -> dict:
-    """Parameters of a model of `config`, a nested dict of float32 arrays.
+    """Converts fairseq tensors to parameters of a model of `config`.
 
-    Every tensor is used once, but for copies of tied ones, which must be equal.
+    Every tensor is used exactly once, except copies of tied ones, which must be equal.
 
     Args:
-      tensors: those of fairseq's `model`, by name.
+      tensors: the tensors of fairseq's `model` by name.
+
+    Returns:
+      a nested dict of float32 arrays.
 
     Raises:
-      ConversionError: tensors are missing, left, of another shape, or tied ones differ.
+      ConversionError: tensors are missing, unknown or of another shape, or tied tensors differ.
     """
     shapes = _shapes(config)
     places = _places(shapes)
     wanted = {name for names in places.values() for name in names}
     theirs = _without_copies(_modern(tensors, wanted), wanted)
     _check_all(wanted - theirs.keys(), "lacks")
-    _check_all(theirs.keys() - wanted, "has no place here for")
+    _check_all(theirs.keys() - wanted, "has the unknown tensors")
     flat = {}
     for path, names in places.items():
         leaf = path.rpartition("/")[2]
@@ -107,8 +110,8 @@ def to_parameters(
         for name, array in zip(names, arrays, strict=True):
             if array.shape != shape:
                 raise ConversionError(
-                    f"its tensor {name} makes {list(array.shape)} of {path}, which its args make "
-                    f"{list(shape)}; it is damaged, or of a fork of fairseq.",
+                    f"Tensor {name} gives {path} the shape {list(array.shape)}, but the args "
+                    f"require {list(shape)}. The checkpoint is damaged or from a fork of fairseq.",
                     field=name,
                 )
         flat[path] = np.stack(arrays) if stacked else arrays[0]
@@ -116,7 +119,7 @@ def to_parameters(
 
 
 def _shapes(config: EncoderDecoderConfig | LanguageModelConfig) -> dict[str, tuple[int, ...]]:
-    """Path -> shape of each parameter."""
+    """Returns the shape of each parameter by path."""
     make = LanguageModel if isinstance(config, LanguageModelConfig) else EncoderDecoder
     model = nnx.eval_shape(lambda: make(config, nnx.Rngs(0)))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -124,7 +127,7 @@ def _shapes(config: EncoderDecoderConfig | LanguageModelConfig) -> dict[str, tup
 
 
 def _places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    """Path -> names of theirs: one, or one for each layer of a stage."""
+    """Returns path -> fairseq names: a single name, or one for each layer of a stage."""
     depths = {
         tuple(path.split("/")[:3:2]): shape[0]
         for path, shape in shapes.items()
@@ -147,7 +150,7 @@ def _places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
 
 
 def _modern(tensors: Mapping[str, np.ndarray], wanted: set[str]) -> dict[str, np.ndarray]:
-    """Tensors by the names of today, what is in one of theirs and in several of ours apart."""
+    """Renames tensors to current fairseq names and splits fused ones."""
     modern: dict[str, np.ndarray] = {}
     for old, array in tensors.items():
         if _NONE.fullmatch(old):
@@ -170,14 +173,15 @@ def _modern(tensors: Mapping[str, np.ndarray], wanted: set[str]) -> dict[str, np
         for part, value in parts.items():
             if part in modern:
                 raise ConversionError(
-                    f"its model has {shown(part)} by two names; it is damaged.", field=part
+                    f"The model contains {shown(part)} under two names; the checkpoint is damaged.",
+                    field=part,
                 )
             modern[part] = value
     return modern
 
 
 def _without_copies(tensors: Mapping[str, np.ndarray], wanted: set[str]) -> dict[str, np.ndarray]:
-    """The tensors without copies of tied ones."""
+    """Returns the tensors without copies of tied ones."""
     table = "decoder.embed_tokens.weight"
     kept = dict(tensors)
     for copy in ("encoder.embed_tokens.weight", "decoder.output_projection.weight"):
@@ -185,7 +189,7 @@ def _without_copies(tensors: Mapping[str, np.ndarray], wanted: set[str]) -> dict
             continue
         if not np.array_equal(kept.pop(copy), kept[table]):
             raise ConversionError(
-                f"its args say that {copy} is {table}, but its model has two; it is damaged.",
+                f"The args tie {copy} to {table}, but the two differ; the checkpoint is damaged.",
                 field=copy,
             )
     return kept
@@ -196,18 +200,18 @@ def _check_all(names: set[str], what: str) -> None:
         some = ", ".join(shown(name) for name in sorted(names)[:3])
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ConversionError(
-            f"its model {what} {some}{more}; its args tell of another model, or it is of a fork of "
-            "fairseq.",
+            f"The model {what} {some}{more}. Its args describe another model, or it is from a fork "
+            "of fairseq.",
             field=min(names),
         )
 
 
 def _turned(path: str, leaf: str, array: np.ndarray) -> np.ndarray:
-    """Their array as ours lies."""
+    """Converts an array from fairseq's layout to that of this package."""
     if leaf in ("kernel", "conv_kernel"):
         return np.ascontiguousarray(array.T)
     if leaf == "filters" and array.ndim == 3 and array.shape[1] == 1:
-        return array[:, 0]  # [H, 1, K], of the kernels for GPUs [H, K]
+        return array[:, 0]  # [H, 1, K]; fairseq's GPU kernels store [H, K]
     if path.endswith("position/embedding"):
         return array[PADDING + 1 :]
     return array
