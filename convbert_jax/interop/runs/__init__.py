@@ -1,1 +1,1 @@
-"""What conversions need of runs: their vocabularies, and runs of models of others that write."""
+"""Vocabularies of runs."""

@@ -1,6 +1,4 @@
-"""The vocabularies that a run has learned with: copies in its folder, so that it is all that its
-model needs, wherever it is moved to.
-"""
+"""Vocabularies of a run; copies in its folder make the run self-contained."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,15 +17,15 @@ from convbert_jax.workdir import Workdir
 
 
 def trained_folder(workdir: Workdir, config: Config) -> Path:
-    """Where the vocabularies lie that were trained for a run: of shards in a bucket, their copy."""
+    """Returns the folder of the vocabularies trained for a run, copied from a bucket if needed."""
     return bucket.fetch(workdir.data(config), config.data.cache, rows=False)
 
 
 def keep_vocabularies(workdir: Workdir, config: Config, tokenizers: Sequence[Tokenizer]) -> None:
-    """Puts copies into the folder of the run, in place of others.
+    """Copies vocabularies into the folder of the run and replaces earlier copies.
 
     Args:
-      tokenizers: the one of the run, or what its model reads and what it writes.
+      tokenizers: the tokenizer of the run, or those of source and target.
 
     Raises:
       WorkdirError: the folder cannot be written.
@@ -42,9 +40,11 @@ def keep_vocabularies(workdir: Workdir, config: Config, tokenizers: Sequence[Tok
 
 
 def use_copies(workdir: Workdir, config: Config) -> Config:
-    """`config` of a run that has begun, with its own copy of each vocabulary whose file is gone, as
-    that of a teacher or of the weights it started from; the rows tell whether it is the same. Of
-    a run in a bucket each process would have a copy of its own: as it is.
+    """Returns the config of a started run with copies in place of missing vocabulary files.
+
+    A vocabulary may be missing if it belonged to a teacher or to initial weights that were moved.
+    Whether the copy is the same vocabulary is checked against the rows. The config of a run in a
+    bucket is unchanged, because paths of local copies would differ between processes.
     """
     if files.is_remote(workdir.path):
         return config
@@ -52,7 +52,7 @@ def use_copies(workdir: Workdir, config: Config) -> Config:
     for number, (name, section) in enumerate(_sections(config)):
         copy = workdir.vocabulary / name / _file_name(section)
         if section.path and not files.expand(section.path).exists() and copy.is_file():
-            logging.warning("%s is gone; the run has a copy, %s.", section.path, copy)
+            logging.warning("%s does not exist; using the run's copy %s.", section.path, copy)
             paths[number] = str(copy.absolute())
     return dataclasses.replace(
         config,
@@ -62,14 +62,13 @@ def use_copies(workdir: Workdir, config: Config) -> Config:
 
 
 def check_learned(workdir: Workdir, config: Config, tokenizers: Sequence[Tokenizer]) -> None:
-    """Refuses rows of other vocabularies than those that the run learned with, as far as it keeps
-    these: ids of the one are other words of the other.
+    """Checks that rows were made with the vocabularies of the run, if the run has recorded them.
 
     Args:
-      tokenizers: of the rows, as `keep_vocabularies` takes them.
+      tokenizers: tokenizers of the rows, as in `keep_vocabularies`.
 
     Raises:
-      TokenizerError: they differ.
+      TokenizerError: a vocabulary differs.
     """
     learned = workdir.read_fingerprints()
     fields = ("tokenizer.path", "parallel.target_vocabulary")
@@ -79,30 +78,31 @@ def check_learned(workdir: Workdir, config: Config, tokenizers: Sequence[Tokeniz
         if learned and learned.get(name) != tokenizer.fingerprint:
             copy = workdir.vocabulary / name / _file_name(section)
             raise TokenizerError(
-                f"the rows in {workdir.data(config)} were made with {tokenizer.path}, which is not "
-                f"the vocabulary that {workdir} learned with; put its own rows back, or make "
-                f"others with --config.{field}={copy} --config.data.directory=FOLDER.",
+                f"The rows in {workdir.data(config)} were made with {tokenizer.path}, which is not "
+                f"the vocabulary of the run {workdir}. Restore the original rows, or prepare new "
+                f"ones with --config.{field}={copy} --config.data.directory=FOLDER.",
                 field=f"config.{field}",
                 path=tokenizer.path,
             )
 
 
 def read_tokenizer(workdir: Workdir, config: Config) -> tuple[Tokenizer, TokenizerSection]:
-    """(the vocabulary of an encoder's run, the settings to open its file with).
+    """Returns the tokenizer of an encoder's run and the settings to open its file with.
 
     Raises:
-      TokenizerError: it is not there any more, or another than the one that the run learned with.
-      DamagedFileError: what tells of that is not what was written.
+      TokenizerError: the vocabulary is missing, or differs from the one that the run was trained
+        with.
+      DamagedFileError: the recorded fingerprints are damaged.
     """
     tokenizer = read_tokenizers(workdir, config)[0]
     return tokenizer, dataclasses.replace(tokenizer.section, path=str(tokenizer.path.absolute()))
 
 
 def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokenizer]:
-    """Of what the model reads and of what it writes; one object twice where they are one.
+    """Returns the tokenizers of source and target; the same object twice if they are shared.
 
     Raises:
-      as `read_tokenizer`.
+      TokenizerError, DamagedFileError: as in `read_tokenizer`.
     """
     sections = _sections(config)
     copies = [workdir.vocabulary / name / _file_name(section) for name, section in sections]
@@ -112,7 +112,7 @@ def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeni
             load_tokenizer(dataclasses.replace(s, path=str(files.local_copy(copy))), Path())
             for (_, s), copy in zip(sections, copies, strict=True)
         ]
-    else:  # of a run that began before there were copies
+    else:  # the run has no copies
         named = all(section.path for _, section in sections)
         where = Path(workdir.data(config)) if named else trained_folder(workdir, config)
         found = [load_tokenizer(section, where / name) for name, section in sections]
@@ -120,15 +120,15 @@ def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeni
     for (name, _), tokenizer in zip(sections, found, strict=True):
         if learned and learned.get(name) != tokenizer.fingerprint:
             raise TokenizerError(
-                f"{tokenizer.path} is not the vocabulary that {workdir} learned with, as {where} "
-                "tells; put that back.",
+                f"{tokenizer.path} is not the vocabulary that {workdir} was trained with (its "
+                f"fingerprint is recorded in {where}). Restore the original file.",
                 path=tokenizer.path,
             )
     return found[0], found[-1]
 
 
 def _sections(config: Config) -> list[tuple[str, TokenizerSection]]:
-    """(name, settings) of each vocabulary; the name is "" where there is one."""
+    """Returns (name, settings) of each vocabulary; the name of a single one is ""."""
     return vocabularies.list_sections(config) if config.reads_pairs else [("", config.tokenizer)]
 
 
@@ -137,7 +137,7 @@ def _file_name(section: TokenizerSection) -> str:
 
 
 def _prepared_fingerprints(config: Config, folder: Path) -> dict[str, str]:
-    """Name -> fingerprint of the vocabularies that rows in this folder were made with, if any."""
+    """Returns name -> fingerprint of the vocabularies of the rows in a folder, if any."""
     if not config.reads_pairs:
         metadata = corpus.read_metadata(folder)
         return {"": metadata["tokenizer"]} if metadata else {}
