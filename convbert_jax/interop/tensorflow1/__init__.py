@@ -1,1 +1,1 @@
-"""Checkpoints of the official TensorFlow 1 code, read and written without TensorFlow."""
+"""Reader and writer of checkpoints of the official TensorFlow 1 code, without TensorFlow."""

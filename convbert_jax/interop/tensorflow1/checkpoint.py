@@ -1,7 +1,8 @@
 """Checkpoints of the official ConvBERT, ELECTRA and BERT code (TensorFlow 1), without TensorFlow.
 
-They hold no config: sizes follow from shapes. One file has discriminator, generator, heads and,
-unless its publisher took them out, the moments of Adam and the step.
+They contain no config; sizes are derived from shapes. A checkpoint contains discriminator,
+generator and heads. It also contains Adam's moments and the step, unless its publisher removed
+them.
 """
 
 import dataclasses
@@ -29,9 +30,9 @@ from convbert_jax.models.mixers.attention import Attention
 from convbert_jax.models.mixers.mixed import Mixed
 
 STEP = "global_step"
-SLOTS = ("/adam_m", "/adam_v")  # of the release's AdamWeightDecayOptimizer
-EPSILON = 1e-12  # of layer norms, of every network
-_HEAD_SIZE = 64  # of every published ELECTRA and BERT
+SLOTS = ("/adam_m", "/adam_v")  # suffixes of AdamWeightDecayOptimizer in the official code
+EPSILON = 1e-12  # of all layer norms
+_HEAD_SIZE = 64  # of all published ELECTRA and BERT models
 _TABLE = "embeddings/word_embeddings"
 _STEPS = (np.dtype("<i8"), np.dtype("<i4"))
 _WEIGHTS = tuple(np.dtype(kind) for kind in ("f4", "f2", ml_dtypes.bfloat16))
@@ -39,14 +40,14 @@ _WEIGHTS = tuple(np.dtype(kind) for kind in ("f4", "f2", ml_dtypes.bfloat16))
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What was read.
+    """Content of a checkpoint.
 
     Attributes:
-      networks: "main" and, if there is one, "generator".
-      ignored: variables without a place in them.
-      step: of the run that wrote it; 0 if it does not say.
-      moments: Adam's first and second moments, laid out like `networks`; None if any is missing
-        or has NaN or infinity.
+      networks: "main" and, optionally, "generator".
+      ignored: names of variables that the networks lack.
+      step: training step, 0 if unknown.
+      moments: Adam's first and second moments, structured like `networks`; None if any is missing,
+        NaN or infinite.
     """
 
     networks: Mapping[str, Network]
@@ -57,19 +58,25 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class _Scopes:
-    """Where a network's variables are."""
+    """Variable scopes of a network."""
 
     family: str
     encoder: str
     embeddings: str
-    heads: tuple[str, ...]  # ours
+    heads: tuple[str, ...]  # names in this package
 
 
 def find_prefix(path: Path) -> Path | None:
-    """The prefix of the checkpoint at `path`: itself, one of its files, or a folder with one.
+    """Finds the prefix of a checkpoint.
+
+    Args:
+      path: the prefix, a file of the checkpoint, or a folder with one checkpoint.
+
+    Returns:
+      the prefix, or None if there is no checkpoint.
 
     Raises:
-      ConversionError: it is a V1 checkpoint, or a folder with several.
+      ConversionError: it is a V1 checkpoint, or a folder with several checkpoints.
     """
     if path.is_dir():
         return _find_in_folder(path)
@@ -82,7 +89,7 @@ def find_prefix(path: Path) -> Path | None:
             file.seek(max(0, path.stat().st_size - 64))
             if sorted_table.is_table(file.read()):
                 raise ConversionError(
-                    f"{path} is a checkpoint of TensorFlow's V1 format; write it again with "
+                    f"{path} is a TensorFlow checkpoint in V1 format. Convert it with "
                     "tf.compat.v1.train.Saver(write_version=tf.compat.v1.train.SaverDef.V2).",
                     path=path,
                 )
@@ -102,17 +109,17 @@ def _find_in_folder(folder: Path) -> Path | None:
         return folder / Path(newest[1]).name
     if len(found) > 1:
         raise ConversionError(
-            f"{folder} holds {len(found)} checkpoints ({', '.join(found)}); name one of them.",
+            f"{folder} contains {len(found)} checkpoints: {', '.join(found)}. Name one of them.",
             path=folder,
         )
     return folder / found[0] if found else None
 
 
 def read_checkpoint(prefix: Path) -> Checkpoint:
-    """Reads a checkpoint whole.
+    """Reads all networks of a checkpoint.
 
     Raises:
-      ConversionError: it is damaged, or of another model.
+      ConversionError: the checkpoint is damaged or contains another model.
     """
     bundle = Bundle(prefix)
     names = set(bundle.names())
@@ -135,8 +142,8 @@ def read_checkpoint(prefix: Path) -> Checkpoint:
             for slot, part in zip(SLOTS, moments, strict=True):
                 for network in part.values():
                     check_finite(network.parameters, f"{prefix}, {slot},")
-        except ConversionError as error:  # weights alone are of use too
-            logging.warning("Reading the weights without the moments of Adam: %s", error)
+        except ConversionError as error:  # the weights are usable without moments
+            logging.warning("Ignored Adam's moments: %s", error)
             moments = None
         used |= {variable + slot for variable in used for slot in SLOTS}
     step = 0
@@ -147,16 +154,16 @@ def read_checkpoint(prefix: Path) -> Checkpoint:
 
 
 def read_step(bundle: Bundle) -> int:
-    """The step of the run that wrote it.
+    """Reads the training step of a checkpoint.
 
     Raises:
-      ConversionError: the variable is no such number.
+      ConversionError: the variable is not an integer from 0 to 2^31 - 1.
     """
     entry = bundle.entry(STEP)
     step = int(bundle.read(STEP)) if entry.shape == () and entry.dtype in _STEPS else -1
     if not 0 <= step < 1 << 31:
         raise ConversionError(
-            f"{bundle.prefix} has a {STEP} that is no number of steps.",
+            f"{bundle.prefix} has an invalid {STEP}: expected an integer from 0 to 2^31 - 1.",
             field=STEP,
             path=bundle.prefix,
         )
@@ -170,12 +177,13 @@ def write_checkpoint(
     step: int,
     moments: tuple[Mapping[str, Network], Mapping[str, Network]] | None = None,
 ) -> None:
-    """Writes PREFIX.index, PREFIX.data-* and the file `checkpoint` as the official code reads them.
+    """Writes PREFIX.index, PREFIX.data-* and `checkpoint` for the official code.
 
-    What was written is read again and compared.
+    Reads the files back and compares all arrays.
 
     Raises:
-      ConversionError: the official code has no name for a part, or has one where there are two.
+      ConversionError: the official code has no variable for a parameter, two different arrays map
+        to the same variable, or an array does not read back as written.
     """
     tensors: dict[str, np.ndarray] = {STEP: np.asarray(step, np.int64)}
     for suffix, group in (("", networks), *zip(SLOTS, moments or ({}, {}), strict=True)):
@@ -185,7 +193,7 @@ def write_checkpoint(
                     tensors[variable + suffix], array
                 ):
                     raise ConversionError(
-                        f"two different arrays would be written as {variable}.", field=variable
+                        f"Two different arrays map to the variable {variable}.", field=variable
                     )
                 tensors[variable + suffix] = array
     write_bundle(prefix, tensors)
@@ -194,34 +202,42 @@ def write_checkpoint(
     for name, array in tensors.items():
         if bundle.read(name).tobytes() != array.tobytes():
             raise ConversionError(
-                f"{prefix} does not read back as written, first {name}.", field=name, path=prefix
+                f"{prefix} does not read back as it was written; the first differing variable is "
+                f"{name}. Check the disk and the memory of this machine, then export again.",
+                field=name,
+                path=prefix,
             )
-    logging.info("%d variables written and read back, equal to the bit.", len(tensors))
+    logging.info("Wrote and read back %d variables, all bitwise equal.", len(tensors))
 
 
 def check_expressible(network: Network) -> None:
-    """Refuses what the official code cannot compute.
+    """Checks that the official code can compute a network.
 
     Raises:
-      ConversionError: one sentence that says why, and the way out.
+      ConversionError: it cannot; the message has the reason and a fix.
     """
     why = network.layer.mixer.inexpressible("tensorflow1", network.layer.hidden_size)
     if why or not network.family:
         raise ConversionError(
-            why or "the official code has no such mixer; export it with --format=stablehlo."
+            why or "The official TensorFlow code has no such mixer. Export with --format=stablehlo."
         )
     if network.layer.layer_norm_epsilon != EPSILON:
         raise ConversionError(
-            f"config.model.layer_norm_epsilon={network.layer.layer_norm_epsilon:g}, where the "
-            f"official code has {EPSILON:g} and no field for it; export with --format=huggingface "
-            "or stablehlo.",
+            f"config.model.layer_norm_epsilon={network.layer.layer_norm_epsilon:g} differs from "
+            f"{EPSILON:g}, the only value of the official TensorFlow code. Export with "
+            "--format=huggingface or stablehlo.",
             field="config.model.layer_norm_epsilon",
             value=network.layer.layer_norm_epsilon,
         )
 
 
 def _to_variables(network: Network, name: str, weights) -> dict[str, np.ndarray]:
-    """Variables of a network or of its moments; `weights` tell what generator and main share."""
+    """Converts a network to variables.
+
+    Args:
+      network: a network, or its moments.
+      weights: the networks with weights, which determine the parts that they share.
+    """
     check_expressible(network)
     scope, embeddings = "electra", "electra"
     if network.family == "bert":
@@ -240,7 +256,7 @@ def _to_variables(network: Network, name: str, weights) -> dict[str, np.ndarray]
         )
     except KeyError as error:
         raise ConversionError(
-            f"the official code has no variable for {error.args[0]}; export it with "
+            f"The official TensorFlow code has no variable for {error.args[0]}. Export with "
             "--format=huggingface.",
             field=error.args[0],
         ) from None
@@ -268,8 +284,8 @@ def _find_scopes(names: set[str], prefix: Path) -> dict[str, _Scopes]:
     if f"electra/{_TABLE}" not in names:
         shown = ", ".join(sorted(names)[:3]) or "none"
         raise ConversionError(
-            f"{prefix} holds no ConvBERT, ELECTRA or BERT of the official code: there is no "
-            f"variable electra/{_TABLE} or bert/{_TABLE}; the first ones are {shown}.",
+            f"{prefix} is not a ConvBERT, ELECTRA or BERT checkpoint of the official code: it has "
+            f"no variable electra/{_TABLE} or bert/{_TABLE}. Its first variables: {shown}.",
             path=prefix,
         )
     mixed = any("/conv_attn_key/" in name for name in names)
@@ -290,18 +306,18 @@ def _find_scopes(names: set[str], prefix: Path) -> dict[str, _Scopes]:
 
 
 def _sizes(bundle: Bundle, where: _Scopes, prefix: Path):
-    """(family, embeddings, encoder, {head: logits}) from the shapes of variables."""
+    """Derives (family, embeddings, encoder, {head: logits}) from the shapes of variables."""
     names = set(bundle.names())
 
     def shape(name: str, dimensions: int = 2) -> tuple[int, ...]:
         if name not in names:
             raise ConversionError(
-                f"{prefix} lacks the variable {name}; it is not complete.", field=name, path=prefix
+                f"{prefix} is incomplete: it lacks the variable {name}.", field=name, path=prefix
             )
         found = bundle.entry(name).shape
         if len(found) != dimensions or not 0 < min(found) <= max(found) <= LARGEST:
             raise ConversionError(
-                f"{prefix} has {name} of shape {found}, which is none of its.",
+                f"{prefix} has {name} of the invalid shape {found}.",
                 field=name,
                 path=prefix,
             )
@@ -313,7 +329,9 @@ def _sizes(bundle: Bundle, where: _Scopes, prefix: Path):
     pattern = re.compile(rf"{where.encoder}/encoder/layer_(\d+)/")
     depth = len({match[1] for name in names if (match := pattern.match(name))})
     if depth * LEAST_PARAMETERS > len(names):  # before anything is made for each layer
-        raise ConversionError(f"{prefix} has too few variables for {depth} layers.", path=prefix)
+        raise ConversionError(
+            f"{prefix} is incomplete: it has too few variables for {depth} layers.", path=prefix
+        )
     first = f"{where.encoder}/encoder/layer_0"
     width, hidden = shape(f"{first}/attention/output/dense/kernel")
     groups = 1
@@ -331,7 +349,7 @@ def _sizes(bundle: Bundle, where: _Scopes, prefix: Path):
         heads = _attention_heads(prefix, where, width)
     if width % heads:
         raise ConversionError(
-            f"{prefix} has {heads} heads that share {width} channels.", path=prefix
+            f"{prefix} has {width} channels, which are not divisible by {heads} heads.", path=prefix
         )
     attention = {"attention_heads": heads, "head_size": width // heads, "attention": "auto"}
     attention["attention_dropout"] = 0.1
@@ -351,17 +369,17 @@ def _sizes(bundle: Bundle, where: _Scopes, prefix: Path):
 
 
 def _attention_heads(prefix: Path, where: _Scopes, width: int) -> int:
-    """Attention heads, which no shape tells: from bert_config.json, or 64 channels each."""
+    """Returns the number of heads from bert_config.json; by default heads have 64 channels."""
     file = prefix.with_name("bert_config.json")
     if where.encoder != "generator" and file.is_file():
         try:
             heads = read_json(file).get("num_attention_heads")
             if type(heads) is int and 0 < heads <= width:
                 return heads
-            logging.warning("%s has num_attention_heads=%s.", file, shown(heads))
+            logging.warning("Ignored invalid num_attention_heads in %s: %s.", file, shown(heads))
         except ConversionError as error:
             logging.warning("%s", error)
-    logging.info("No file tells the number of heads; taking them %d channels wide.", _HEAD_SIZE)
+    logging.info("Found no number of heads; assuming %d channels per head.", _HEAD_SIZE)
     return max(1, width // _HEAD_SIZE)
 
 
@@ -379,13 +397,13 @@ def _read(bundle: Bundle, place, expected: tuple[int, ...], prefix: Path, slot: 
     name = place.name + slot
     if name not in bundle:
         raise ConversionError(
-            f"{prefix} lacks the variable {name}; it is not complete.", field=name, path=prefix
+            f"{prefix} is incomplete: it lacks the variable {name}.", field=name, path=prefix
         )
     theirs = place.layout.write(np.broadcast_to(0.0, expected)).shape
     if bundle.entry(name).shape != theirs:
         raise ConversionError(
-            f"{prefix} has {name} of shape {bundle.entry(name).shape}; the others make it "
-            f"{theirs}.",
+            f"{prefix} has {name} of shape {bundle.entry(name).shape}, but the other variables "
+            f"require {theirs}.",
             field=name,
             path=prefix,
         )
@@ -394,11 +412,15 @@ def _read(bundle: Bundle, place, expected: tuple[int, ...], prefix: Path, slot: 
 
 
 def check_type(bundle: Bundle, name: str) -> None:
-    """Raises ConversionError for a variable that float32 cannot hold exactly."""
+    """Checks that a variable is exact in float32.
+
+    Raises:
+      ConversionError: it is not.
+    """
     if bundle.entry(name).dtype not in _WEIGHTS:
         raise ConversionError(
-            f"variable {name} is {bundle.entry(name).dtype}, which float32 cannot hold exactly; "
-            "save the checkpoint as float32 first.",
+            f"Variable {name} is {bundle.entry(name).dtype}, which is not exact in float32. Save "
+            "the checkpoint as float32 first.",
             field=name,
         )
 

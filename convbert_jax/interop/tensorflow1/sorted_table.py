@@ -1,7 +1,7 @@
-"""LevelDB's table file (`.sst`, TensorFlow's `.index`): sorted keys with values, in blocks.
+"""LevelDB table files (`.sst`, TensorFlow's `.index`): blocks of sorted keys with values.
 
-Format: google/leveldb, doc/table_format.md. Every length in a file is a claim: nothing is read or
-made that is larger than the file can account for.
+Format: google/leveldb, doc/table_format.md. Lengths in a file are untrusted: the reader allocates
+no more than a fixed multiple of the file size.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,45 +10,45 @@ import google_crc32c
 
 MAGIC = 0xDB4775248B80FB57
 _FOOTER = 48
-_TRAILER = 5  # compression type and checksum behind each block
+_TRAILER = 5  # bytes of compression type and checksum after each block
 _PLAIN, _SNAPPY = 0, 1
 _LONGEST_KEY = 1 << 12
-# Bytes that blocks may unpack to, and keys, which share their beginnings, for a byte of file.
+# Bytes of decompressed blocks and of keys (which share prefixes) per byte of the file.
 _EXPANSION = 32
-_BLOCK = 1 << 12  # bytes that this writer puts into a block
+_BLOCK = 1 << 12  # target bytes of a block that is written
 
 
 def checksum(data: bytes) -> int:
-    """CRC-32C, masked as it is stored: a CRC of data that holds its own CRC would be no check."""
+    """Returns the masked CRC-32C; masking keeps checksums of data that contains CRCs useful."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def is_table(data: bytes) -> bool:
-    """Whether a file of this content claims to be a table."""
+    """Returns whether the content of a file ends with the magic number of a table."""
     return len(data) >= _FOOTER and int.from_bytes(data[-8:], "little") == MAGIC
 
 
 def read_table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(key, value), in order.
+    """Yields (key, value) in order.
 
     Args:
-      data: the whole file.
+      data: the content of the file.
 
     Raises:
-      ValueError: it is not a table, or it is damaged; says what.
+      ValueError: the file is damaged or not a table; the message has the reason.
     """
     if not is_table(data):
-        raise ValueError("its end is not that of a table, it is cut off or something else")
+        raise ValueError("the footer of a table is missing (truncated, or another format)")
     left = _EXPANSION * len(data)
 
     def spend(size: int) -> None:
         nonlocal left
         left -= size
         if left < 0:
-            raise ValueError("it claims to be larger than it can be")
+            raise ValueError("its content is larger than the size of the file allows")
 
-    _, at = _read_handle(data[-_FOOTER:], 0)  # of the index of meta blocks
+    _, at = _read_handle(data[-_FOOTER:], 0)  # skip the handle of the index of meta blocks
     index, _ = _read_handle(data[-_FOOTER:], at)
     previous, covered = None, 0
     for _, handle in _read_entries(_read_block(data, *index, spend), spend):
@@ -64,7 +64,7 @@ def read_table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def write_table(entries: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The file with these entries, which must be in order of their keys; nothing compressed."""
+    """Returns the content of an uncompressed table; entries must be sorted by key."""
     file, index, block, last = bytearray(), [], [], b""
 
     def close_block():
@@ -85,7 +85,7 @@ def write_table(entries: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def _append_block(file: bytearray, entries: list[tuple[bytes, bytes]]) -> bytes:
-    """Appends a block without shared beginnings and returns its handle."""
+    """Appends a block without shared key prefixes and returns its handle."""
     content, restarts = bytearray(), []
     for key, value in entries:
         restarts.append(len(content))
@@ -108,30 +108,30 @@ def _read_handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
 def _read_block(data: bytes, offset: int, size: int, spend: Callable[[int], None]) -> bytes:
     end = offset + size
     if end + _TRAILER > len(data) - _FOOTER:
-        raise ValueError("a block lies outside of it")
+        raise ValueError("a block lies outside of the file")
     stored = int.from_bytes(data[end + 1 : end + _TRAILER], "little")
     if checksum(data[offset : end + 1]) != stored:
         raise ValueError("the checksum of a block is wrong")
     if data[end] == _SNAPPY:
         return _expand(data[offset:end], spend)
     if data[end] != _PLAIN:
-        raise ValueError(f"a block is compressed in an unknown way ({data[end]})")
+        raise ValueError(f"a block has the unknown compression type {data[end]}")
     return data[offset:end]
 
 
 def _read_entries(block: bytes, spend: Callable[[int], None]) -> Iterator[tuple[bytes, bytes]]:
     if len(block) < 4:
-        raise ValueError("a block is cut off")
+        raise ValueError("a block is truncated")
     end = len(block) - 4 - 4 * int.from_bytes(block[-4:], "little")
     if end < 0:
-        raise ValueError("a block is cut off")
+        raise ValueError("a block is truncated")
     at, key = 0, b""
     while at < end:
         shared, at = read_varint(block, at)
         unshared, at = read_varint(block, at)
         length, at = read_varint(block, at)
         if shared > len(key) or at + unshared + length > end or shared + unshared > _LONGEST_KEY:
-            raise ValueError("an entry is cut off")
+            raise ValueError("an entry is truncated")
         spend(shared + unshared)
         key = key[:shared] + block[at : at + unshared]
         at += unshared
@@ -147,19 +147,22 @@ def _expand(data: bytes, spend: Callable[[int], None]) -> bytes:
     try:
         return pyarrow.decompress(data, decompressed_size=size, codec="snappy", asbytes=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"a block cannot be unpacked ({error})") from None
+        raise ValueError(f"a block cannot be decompressed ({error})") from None
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """(number, where it ends), at most 64 bits.
+    """Reads a varint of at most 64 bits.
+
+    Returns:
+      (number, offset of the next byte).
 
     Raises:
-      ValueError: it is cut off or too long.
+      ValueError: the number is truncated or too long.
     """
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
-            raise ValueError("a number is cut off")
+            raise ValueError("a number is truncated")
         octet = data[at]
         at += 1
         value |= (octet & 0x7F) << shift
@@ -169,7 +172,7 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def varint(value: int) -> bytes:
-    """`value`, 0 or more, as read_varint reads it."""
+    """Encodes a nonnegative integer for `read_varint`."""
     octets = bytearray()
     while value >= 0x80:
         octets.append(value & 0x7F | 0x80)

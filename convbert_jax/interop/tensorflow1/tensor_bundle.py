@@ -1,7 +1,7 @@
-"""TensorFlow's V2 checkpoint files, PREFIX.index and PREFIX.data-*, read and written without it.
+"""Reader and writer of TensorFlow V2 checkpoint files, PREFIX.index and PREFIX.data-*.
 
 Format: tensorflow/core/util/tensor_bundle/tensor_bundle.h. The index is a table (sorted_table.py)
-of variable name -> BundleEntryProto, under "" the BundleHeaderProto.
+of variable name -> BundleEntryProto; the key "" has the BundleHeaderProto.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from convbert_jax.interop.claims import check_memory
 from convbert_jax.interop.networks import ConversionError
 from convbert_jax.interop.tensorflow1 import sorted_table
 
-# numbers of tensorflow.DataType; of the others only the names are read
+# Values of tensorflow.DataType. Variables of other types are listed but cannot be read.
 DTYPES = {
     1: np.dtype("<f4"),
     2: np.dtype("<f8"),
@@ -35,8 +35,8 @@ _MOST_VARIABLES = 1 << 16
 _MOST_SHARDS = 1 << 16
 _MOST_DIMENSIONS = 32
 
-# tensorflow/core/protobuf/tensor_bundle.proto, with what is read of the messages inside of it. Its
-# signed numbers are unsigned here, so that a negative one is too large for any check.
+# tensorflow/core/protobuf/tensor_bundle.proto, reduced to the fields that are read. Signed integers
+# are declared unsigned, so that negative values are too large and fail the range checks.
 _SCHEMA = """
 syntax: "proto3"
 name: "tensor_bundle.proto"
@@ -83,7 +83,7 @@ HeaderProto, EntryProto = _messages("Header Entry")
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a variable lies. `dtype` is None for what this reader does not read (strings)."""
+    """Location and type of a variable; `dtype` is None for unsupported types such as strings."""
 
     dtype: np.dtype | None
     shape: tuple[int, ...]
@@ -95,77 +95,76 @@ class Entry:
 
 
 class Bundle:
-    """A checkpoint; variables are read when they are asked for."""
+    """A checkpoint whose variables are read on demand."""
 
     def __init__(self, prefix: Path):
         """Reads the index.
 
         Args:
-          prefix: as model.ckpt-1000000.
+          prefix: path without suffix, as model.ckpt-1000000.
 
         Raises:
-          ConversionError: the index is absent, damaged, of another version, or does not fit to
-            the data files.
+          ConversionError: the index is missing, damaged, of another version, or does not match the
+            data files.
         """
         self.prefix = prefix
         path = prefix.with_name(prefix.name + ".index")
         try:
             if path.stat().st_size > _LARGEST_INDEX:
                 raise ConversionError(
-                    f"{path} is too large for an index; it is something else.", path=path
+                    f"{path} is too large for a TensorFlow checkpoint index.", path=path
                 )
             content = path.read_bytes()
         except OSError as error:
             raise ConversionError(
-                f"{path} cannot be read ({error.strerror}); a TensorFlow checkpoint needs its "
-                "index file.",
+                f"Cannot read {path}: {error.strerror}. A TensorFlow checkpoint needs its index "
+                "file.",
                 path=path,
             ) from error
         try:
             self._shards, self._entries = _read_index(content)
         except (ValueError, DecodeError) as error:
             raise ConversionError(
-                f"{path} is damaged: {error}; copy the checkpoint again.", path=path
+                f"{path} is damaged: {error}. Copy the checkpoint again.", path=path
             ) from error
         self._check_files()
 
     def names(self) -> list[str]:
-        """All variables, in order."""
+        """Returns the names of all variables, in order."""
         return list(self._entries)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
     def entry(self, name: str) -> Entry:
+        """Returns location and type of a variable."""
         return self._entries[name]
 
     def read(self, name: str) -> np.ndarray:
-        """One variable, its checksum verified.
+        """Reads a variable and verifies its checksum.
 
         Raises:
-          ConversionError: it is damaged, partitioned, or of a type that is not read.
+          ConversionError: the variable is damaged, partitioned, or of an unsupported type.
         """
         entry = self._entries[name]
         if entry.partitioned:
             raise ConversionError(
-                f"variable {name} is partitioned over several tensors; save the checkpoint again "
+                f"Variable {name} is partitioned into several tensors. Save the checkpoint again "
                 "without a partitioner.",
                 field=name,
             )
         if entry.dtype is None:
-            raise ConversionError(f"variable {name} holds no numbers.", field=name)
+            raise ConversionError(f"Variable {name} is not of a supported type.", field=name)
         path = self._data_file(entry.shard)
         try:
             with path.open("rb") as file:
                 file.seek(entry.offset)
                 data = file.read(entry.size)
         except OSError as error:
-            raise ConversionError(
-                f"{path} cannot be read ({error.strerror}).", path=path
-            ) from error
+            raise ConversionError(f"Cannot read {path}: {error.strerror}.", path=path) from error
         if len(data) != entry.size or sorted_table.checksum(data) != entry.checksum:
             raise ConversionError(
-                f"variable {name} in {path} is damaged (wrong checksum); copy the file again.",
+                f"Variable {name} in {path} is damaged (wrong checksum). Copy the file again.",
                 field=name,
                 path=path,
             )
@@ -182,30 +181,29 @@ class Bundle:
                 sizes[shard] = path.stat().st_size
             except OSError as error:
                 raise ConversionError(
-                    f"{path} cannot be read ({error.strerror}); the checkpoint has "
-                    f"{self._shards} data file(s), copy all of them.",
+                    f"Cannot read {path}: {error.strerror}. Copy all of the {self._shards} data "
+                    "file(s) of the checkpoint.",
                     path=path,
                 ) from error
         for name, entry in self._entries.items():
             if entry.offset + entry.size > sizes[entry.shard]:
                 raise ConversionError(
-                    f"{self._data_file(entry.shard)} ends before variable {name}; it is cut off, "
-                    "copy it again.",
+                    f"{self._data_file(entry.shard)} is truncated before the end of variable "
+                    f"{name}. Copy it again.",
                     field=name,
                     path=self._data_file(entry.shard),
                 )
         total = sum(entry.size for entry in self._entries.values())
         if total > sum(sizes.values()):
             raise ConversionError(
-                f"{self.prefix}.index is damaged: its variables overlap; copy the checkpoint "
-                "again.",
+                f"{self.prefix}.index is damaged: variables overlap. Copy the checkpoint again.",
                 path=f"{self.prefix}.index",
             )
         check_memory(total, self.prefix)
 
 
 def write_bundle(prefix: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes a checkpoint of one data file that TensorFlow's own readers take."""
+    """Writes a checkpoint with one data file, in the format that TensorFlow reads."""
     numbers = {dtype: number for number, dtype in DTYPES.items()}
     header = HeaderProto(num_shards=1, version={"producer": 1})
     entries, offset = [(b"", header.SerializeToString())], 0
@@ -230,14 +228,14 @@ def _read_index(content: bytes) -> tuple[int, dict[str, Entry]]:
     table = sorted_table.read_table(content)
     first = next(table, None)
     if first is None or first[0] != b"":
-        raise ValueError("it has no header")
+        raise ValueError("it lacks a header")
     shards = _read_header(first[1])
     entries = {}
     for key, value in table:
         try:
             name = key.decode()
         except UnicodeDecodeError:
-            continue  # the slices of a partitioned variable, whose own entry says so
+            continue  # a slice of a partitioned variable, which has an entry of its name too
         if len(entries) == _MOST_VARIABLES:
             raise ValueError(f"it has more than {_MOST_VARIABLES} variables")
         entries[name] = _read_entry(value, name, shards)
@@ -250,9 +248,9 @@ def _read_header(data: bytes) -> int:
         raise ValueError("it was written on a big-endian machine")
     if header.version.min_consumer > 1:
         least = header.version.min_consumer
-        raise ValueError(f"it needs a reader of version {least}, this one is of 1")
+        raise ValueError(f"it needs a reader of version {least}, but this reader has version 1")
     if data and not header.num_shards:
-        raise ValueError("its header is not that of a V2 checkpoint")
+        raise ValueError("its header is not a V2 checkpoint header")
     if not 0 < header.num_shards <= _MOST_SHARDS:
         raise ValueError(f"it claims {header.num_shards} data files")
     return header.num_shards
@@ -267,5 +265,5 @@ def _read_entry(data: bytes, name: str, shards: int) -> Entry:
     if read.shard >= shards:
         raise ValueError(f"{name} is in data file {read.shard} of {shards}")
     if dtype is not None and not partitioned and math.prod(shape) * dtype.itemsize != read.size:
-        raise ValueError(f"{name} of shape {shape} has {read.size} bytes")
+        raise ValueError(f"the size of {name} of shape {shape} is {read.size} bytes")
     return Entry(dtype, shape, read.shard, read.offset, read.size, read.checksum, partitioned)
