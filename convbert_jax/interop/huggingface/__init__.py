@@ -1,1 +1,1 @@
-"""Folders of Hugging Face: weights, config, tokenizer, model card."""
+"""Hugging Face folders: weights, config, tokenizer and model card."""

@@ -1,4 +1,4 @@
-"""A network's sizes as `config.json` of Hugging Face's ConvBert, Electra and Bert classes."""
+"""Conversion of network configs to and from `config.json` of ConvBert, Electra and Bert classes."""
 
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,17 @@ from convbert_jax.models.mixers.attention import Attention
 from convbert_jax.models.mixers.mixed import Mixed
 
 FILE = "config.json"
-OURS = "convbert_jax"  # the key of config.json that other software passes over
-_USE = "use"  # inside of OURS: Network.use
+OURS = "convbert_jax"  # key in config.json that other software ignores
+_USE = "use"  # key in OURS for Network.use
 TUNED = {"sequence_head", "token_head", "span_head"}  # heads of fine-tuned models
-_SEVERAL = "multi_label_classification"  # a problem_type that we have no task for
-# kind of task -> their problem_type; without it the pipeline squeezes a number into 0 to 1
+_SEVERAL = "multi_label_classification"  # a problem_type without an equivalent task here
+# Kind of task -> problem_type. Without it, pipelines apply a sigmoid to a regression output.
 _PROBLEMS = {"classification": "single_label_classification", "regression": "regression"}
 _MODEL_TYPES = {"convbert": "convbert", "conv_bert": "convbert", "electra": "electra"}
 _MODEL_TYPES |= {"bert": "bert"}
 _CLASS_NAMES = {"convbert": "ConvBert", "electra": "Electra", "bert": "Bert"}
-# head -> what their classes are called; a network without any is the bare encoder, and BERT's class
-# with both heads of its pre-training is BertForPreTraining
+# Head -> suffix of the class. A network without heads is the bare encoder; BERT with both heads of
+# pre-training is BertForPreTraining.
 CLASSES = {
     "mlm_head": "ForMaskedLM",
     "sequence_head": "ForSequenceClassification",
@@ -35,11 +35,11 @@ CLASSES = {
 
 
 def architecture(network: Network) -> str:
-    """Name of the class that a network's folder is for.
+    """Returns the name of the transformers class that loads a network.
 
-    There is no ConvBertForPreTraining: the head of a ConvBERT discriminator goes with the bare
-    encoder, as tensors that the class does not ask for; so does the head for pairs of texts, which
-    only BERT's classes have.
+    ConvBertForPreTraining does not exist, so a ConvBERT discriminator is exported as the bare
+    encoder, and its head as extra tensors that the class ignores. The same holds for the head for
+    sentence pairs, which only BERT classes have.
     """
     name = _CLASS_NAMES[network.family]
     if network.family == "bert" and network.has("mlm_head") and network.has("pair_head"):
@@ -51,43 +51,45 @@ def architecture(network: Network) -> str:
 
 
 def unclassed_heads(network: Network) -> tuple[str, ...]:
-    """Heads of a network that no class of its family has."""
+    """Returns the heads of a network that no class of its family has."""
     lacking = {"convbert": ("rtd_head", "pair_head"), "electra": ("pair_head",)}
     return tuple(head for head in lacking.get(network.family, ()) if network.has(head))
 
 
 def check_expressible(network: Network) -> None:
-    """Refuses what their classes cannot compute.
+    """Checks that a transformers class can compute a network.
 
     Raises:
-      ConversionError: one sentence that says what to do.
+      ConversionError: no class can; the message has the reason and a fix.
     """
     layer, family = network.layer, network.family
     why = layer.mixer.inexpressible("huggingface", layer.hidden_size)
     if why or not family:
         raise ConversionError(
-            why or "Hugging Face has no class with this mixer; export it with --format=stablehlo."
+            why or "transformers has no class with this mixer. Export with --format=stablehlo."
         )
     if family == "convbert":
         return
     if layer.ffn_groups > 1:
         raise ConversionError(
-            f"config.model.ffn_groups={layer.ffn_groups} with attention only has no class at "
-            "Hugging Face; train with 1, or export with --format=stablehlo.",
+            f"config.model.ffn_groups={layer.ffn_groups} without convolution is not supported by "
+            "transformers. Train with 1 group, or export with --format=stablehlo.",
             field="config.model.ffn_groups",
             value=layer.ffn_groups,
         )
     if network.has("rtd_head") and family == "bert":
-        raise ConversionError("a BERT has no head for replaced tokens; write it as an ELECTRA.")
+        raise ConversionError(
+            "BERT classes have no head for replaced-token detection. Export as ELECTRA."
+        )
 
 
 def to_json(network: Network, *, pad_id: int, extra: dict[str, Any]) -> dict[str, Any]:
-    """The content of config.json.
+    """Returns the content of config.json.
 
     Args:
-      pad_id: of the vocabulary. It must be said: the default of ConvBertConfig is 1, and the row
-        of padding is left untrained there.
-      extra: kept under the key `convbert_jax`.
+      pad_id: id of the padding token. Always written, because ConvBertConfig defaults to 1 and
+        transformers does not train the embedding of the padding token.
+      extra: JSON values stored under the key `convbert_jax`.
     """
     check_expressible(network)
     layer, embeddings, encoder = network.layer, network.embeddings, network.encoder
@@ -134,10 +136,10 @@ def to_json(network: Network, *, pad_id: int, extra: dict[str, Any]) -> dict[str
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """config.json of a folder.
+    """Reads config.json of a folder.
 
     Raises:
-      ConversionError: it is absent, damaged, or of a model that is not of the three families.
+      ConversionError: the file is missing, damaged, or describes an unsupported model.
     """
     path = folder / FILE
     content = read_json(path)
@@ -146,7 +148,8 @@ def read(folder: Path) -> dict[str, Any]:
         content["model_type"] = kind = _guess_model_type(content, path)
     if not isinstance(kind, str) or kind not in _MODEL_TYPES:
         raise ConversionError(
-            f"{path} is of model_type {shown(kind)}; ConvBERT, ELECTRA and BERT can be read.",
+            f"{path} has the unsupported model_type {shown(kind)}; expected a ConvBERT, ELECTRA or "
+            "BERT model.",
             field="model_type",
             value=kind,
             path=path,
@@ -159,8 +162,8 @@ def read(folder: Path) -> dict[str, Any]:
     ):
         if content.get(field, wanted[0]) not in wanted:
             raise ConversionError(
-                f"{path} has {field}={shown(content[field])}, which this encoder does not compute; "
-                f"only {wanted[0]!r} can be read.",
+                f"{path} has {field}={shown(content[field])}, which is not supported; expected "
+                f"{wanted[0]!r}.",
                 field=field,
                 value=content[field],
                 path=path,
@@ -169,26 +172,27 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def _guess_model_type(content: dict[str, Any], path: Path) -> str:
-    """By the class of the model; folders of before 2020 have no model_type."""
+    """Derives the model type from the class name; folders from before 2020 have no model_type."""
     architectures = content.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     for family, start in _CLASS_NAMES.items():
         if name.startswith(start):
-            logging.info("%s has no model_type; its class %s is a %s.", path, shown(name), family)
+            logging.info("%s has no model_type; class %s implies %s.", path, shown(name), family)
             return family
     raise ConversionError(
-        f'{path} has no model_type; add "model_type": "bert" to it, or "electra" or "convbert", '
-        "whichever the weights are of.",
+        f'{path} has no model_type. Add "model_type": "bert", "electra" or "convbert", according '
+        "to the weights.",
         field="model_type",
         path=path,
     )
 
 
 def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig]:
-    """(family, embeddings, encoder) that a config.json describes; missing fields as their classes.
+    """Returns (family, embeddings, encoder) of a config.json, with the defaults of transformers.
 
     Raises:
-      ConversionError: a field is missing that every such file has, or the heads do not divide.
+      ConversionError: a field without a default is missing, a value is out of range, or the hidden
+        size is not divisible by the number of heads.
     """
     family = _MODEL_TYPES[content["model_type"]]
 
@@ -196,7 +200,8 @@ def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig
         value = content.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= LARGEST:
             raise ConversionError(
-                f"config.json has {name}={shown(value)}, not a number from 1 to {LARGEST:,}.",
+                f"config.json has {name}={shown(value)}, expected an integer from 1 to "
+                f"{LARGEST:,}.",
                 field=name,
                 value=value,
             )
@@ -206,7 +211,8 @@ def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig
         value = content.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
             raise ConversionError(
-                f"config.json has {name}={shown(value)}, not a number from 0 to 1.",
+                f"config.json has {name}={shown(value)}, expected a number of at least 0 and less "
+                "than 1.",
                 field=name,
                 value=value,
             )
@@ -215,12 +221,12 @@ def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     embedding_size = hidden if family == "bert" else number("embedding_size")
     attention_heads = heads
-    if family == "convbert":  # as their class does it, for any ratio
+    if family == "convbert":  # the rounding of transformers
         attention_heads = max(1, heads // number("head_ratio", 2))
     parts = attention_heads * (2 if family == "convbert" else 1)
     if hidden % parts:
         raise ConversionError(
-            f"config.json has hidden_size={hidden}, which does not divide into {parts} heads.",
+            f"config.json has hidden_size={hidden}, which is not divisible by {parts} heads.",
             field="hidden_size",
             value=hidden,
         )
@@ -238,7 +244,7 @@ def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig
             convolution_heads=attention_heads,
             kernel_size=number("conv_kernel_size", 9),
             convolution="auto",
-            # Weights from elsewhere were trained with padding leaking through the convolution.
+            # Other software trains with convolutions that read padding.
             mask_convolution=bool(isinstance(ours, dict) and ours.get("mask_convolution")),
         )
     embeddings, encoder = describe_sizes(
@@ -259,16 +265,16 @@ def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig
 
 
 def read_use(content: dict[str, Any]) -> dict[str, Any]:
-    """`Network.use` of a config.json; of somebody else's the kind of task, if it says that.
+    """Returns `Network.use` of a config.json, with the kind of task from problem_type if missing.
 
     Raises:
-      ConversionError: a field of ours is unknown or has a value that cannot be.
+      ConversionError: a field is unknown or has an invalid value.
     """
     ours = content.get(OURS)
     told = ours.get(_USE, {}) if isinstance(ours, dict) else {}
     if not isinstance(told, dict):
         raise ConversionError(
-            f"config.json has {OURS}.{_USE}={shown(told)}, not an object.",
+            f"config.json has {OURS}.{_USE}={shown(told)}, expected an object.",
             field=f"{OURS}.{_USE}",
             value=told,
         )
@@ -276,8 +282,8 @@ def read_use(content: dict[str, Any]) -> dict[str, Any]:
     for path, value in told.items():
         if path not in USE:
             raise ConversionError(
-                f"config.json has {OURS}.{_USE} with {shown(path)}, which this version does not "
-                f"know; it knows {', '.join(USE)}.",
+                f"config.json has the unknown field {shown(path)} in {OURS}.{_USE}; this version "
+                f"supports {', '.join(USE)}.",
                 field=path,
             )
         section, _, field = path.partition(".")
@@ -294,7 +300,8 @@ def read_use(content: dict[str, Any]) -> dict[str, Any]:
         kinds = {theirs: ours for ours, theirs in _PROBLEMS.items()}
         if problem not in (*kinds, _SEVERAL):
             raise ConversionError(
-                f"config.json has problem_type={shown(problem)}; choose from {', '.join(kinds)}.",
+                f"config.json has the unknown problem_type={shown(problem)}; choose one of "
+                f"{', '.join(kinds)}.",
                 field="problem_type",
                 value=problem,
             )

@@ -1,4 +1,4 @@
-"""The head of a fine-tuned model as one that Hugging Face's classes have, with the same outputs."""
+"""Conversion of heads of fine-tuned models to equivalent heads of transformers classes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,15 +7,14 @@ import numpy as np
 
 from convbert_jax.config import Config, OutputsSection
 
-# config.outputs.head -> the head of a network; the others have no name there
+# config.outputs.head -> head of a network; transformers has no equivalent of other heads
 NAMES = {
     "sequence": "sequence_head",
     "first_token": "first_token_head",  # see as_sequence_head
     "token": "token_head",
     "span": "span_head",
 }
-# What a fine-tuned model is used with, beside the names of its labels: the fields of a config that
-# go where it goes.
+# Config fields for inference that are exported with a fine-tuned model, in addition to its labels.
 USE = (
     *("outputs.task", "outputs.kind", "outputs.texts", "outputs.columns"),
     *("finetune.length", "finetune.query_length", "finetune.stride", "finetune.answer_length"),
@@ -23,7 +22,7 @@ USE = (
 
 
 def use_of(config: Config) -> dict[str, Any]:
-    """Field of USE -> value."""
+    """Returns field -> value for the fields of USE."""
     parts = ((path, *path.split(".")) for path in USE)
     return {path: getattr(getattr(config, section), field) for path, section, field in parts}
 
@@ -31,7 +30,7 @@ def use_of(config: Config) -> dict[str, Any]:
 def in_label_units(
     parameters: Mapping[str, np.ndarray], outputs: OutputsSection
 ) -> dict[str, np.ndarray]:
-    """A regression's last layer times `outputs.scale`: other software knows no scale."""
+    """Multiplies the last layer of a regression by `outputs.scale`, which is not exported."""
     name = f"{NAMES.get(outputs.head, outputs.head)}/output/"
     return {
         path: leaf * np.float32(outputs.scale) if path.startswith(name) else leaf
@@ -40,11 +39,13 @@ def in_label_units(
 
 
 def as_sequence_head(parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """One dense on [CLS] written as dense, GELU, dense, where the hidden size is at least twice the
-    number of outputs; else, and for other heads, as it was.
+    """Rewrites a single dense layer on [CLS] as the equivalent dense, GELU, dense.
 
-    GELU(z) - GELU(-z) = z Phi(z) + z Phi(-z) = z: the inner layer computes every output and its
-    negative, the outer one subtracts the two. Float32 rounding is all that differs.
+    The inner layer computes every output and its negative; the outer layer subtracts the two:
+    GELU(z) - GELU(-z) = z Phi(z) + z Phi(-z) = z, up to float32 rounding.
+
+    Other heads are unchanged, and so are those whose number of outputs exceeds half of the hidden
+    size.
     """
     kernel = parameters.get("first_token_head/output/kernel")
     if kernel is None or 2 * kernel.shape[1] > kernel.shape[0]:

@@ -1,4 +1,4 @@
-"""Folders that Hugging Face's `from_pretrained` loads: written from a network, and read.
+"""Reader and writer of folders for Hugging Face's `from_pretrained`.
 
 FOLDER/              config.json, model.safetensors, tokenizer files, README.md
 FOLDER/generator/    the same for the generator, if the model has one
@@ -21,17 +21,17 @@ from convbert_jax.interop.modules import HEADS, shapes
 from convbert_jax.interop.networks import ConversionError, Network, check_same_layers
 from convbert_jax.interop.tables import TIED, huggingface_places
 
-GENERATOR = "generator"  # the folder of the generator inside of the main one
+GENERATOR = "generator"  # subfolder of the generator
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What was read.
+    """Content of a Hugging Face folder.
 
     Attributes:
-      networks: "main" and, if there is one, "generator".
-      ignored: tensors without a place in our networks.
-      extra: what the writer kept for us in config.json, by network.
+      networks: "main" and, optionally, "generator".
+      ignored: names of tensors that the networks lack, as "NETWORK:TENSOR".
+      extra: values under the key `convbert_jax` in config.json, by network.
     """
 
     networks: Mapping[str, Network]
@@ -46,10 +46,10 @@ def write_network(
 
     Args:
       pad_id: id of the padding token.
-      extra: JSON, kept in config.json for `read_folder`.
+      extra: JSON values, stored in config.json for `read_folder`.
 
     Raises:
-      ConversionError: their classes cannot compute this network; nothing is written.
+      ConversionError: no transformers class can compute this network; nothing is written.
     """
     content = huggingface_config.to_json(network, pad_id=pad_id, extra=dict(extra or {}))
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def write_network(
 
 
 def to_tensors(network: Network) -> dict[str, np.ndarray]:
-    """The tensors of a network as their class saves them: tied copies are left out."""
+    """Returns the tensors that the class of a network saves, without tied copies."""
     huggingface_config.check_expressible(network)
     name = huggingface_config.architecture(network)
     try:
@@ -70,8 +70,8 @@ def to_tensors(network: Network) -> dict[str, np.ndarray]:
         )
     except KeyError as error:
         raise ConversionError(
-            f"{name} has no name for {error.args[0]}; fine-tune with --config.finetune.head=auto, "
-            "which with an encoder that Hugging Face has takes heads that it has.",
+            f"{name} has no parameter for {error.args[0]}. Fine-tune with "
+            "--config.finetune.head=auto, which selects a head that transformers supports.",
             field=error.args[0],
         ) from None
     return {
@@ -81,10 +81,10 @@ def to_tensors(network: Network) -> dict[str, np.ndarray]:
 
 
 def read_folder(folder: Path) -> Source:
-    """Reads a folder of theirs, or of ours with its generator.
+    """Reads a Hugging Face folder, with the generator if it is an export of this package.
 
     Raises:
-      ConversionError: what is there cannot be read, is not complete, or contradicts itself.
+      ConversionError: a file is damaged, incomplete, or contradicts another one.
     """
     folder = Path(folder)
     mark.read(folder)
@@ -93,9 +93,8 @@ def read_folder(folder: Path) -> Source:
         names["generator"] = folder / GENERATOR
         if not (folder / GENERATOR / huggingface_config.FILE).exists():
             raise ConversionError(
-                f"{folder / GENERATOR} has no {huggingface_config.FILE}, without which the "
-                "generator cannot be read; copy it again, or take that folder away to read the "
-                "model without a generator.",
+                f"{folder / GENERATOR} has no {huggingface_config.FILE}. Copy it again, or remove "
+                "the folder to read the model without its generator.",
                 path=folder / GENERATOR,
             )
     networks, ignored, extra = {}, [], {}
@@ -118,19 +117,22 @@ def _read_network(folder: Path) -> tuple[Network, list[str], dict[str, Any]]:
 def from_tensors(
     tensors: Mapping[str, np.ndarray], family: str, embeddings, encoder, *, content: Mapping
 ) -> tuple[Network, list[str]]:
-    """(network, names of the tensors that it has no place for).
+    """Builds a network from PyTorch tensors.
 
     Args:
-      content: of config.json; tells heads apart that have the same tensors.
+      content: content of config.json, which distinguishes heads with the same tensors.
+
+    Returns:
+      the network and the names of unused tensors.
 
     Raises:
-      ConversionError: a tensor is missing or of another shape, or a tied one is not tied.
+      ConversionError: a tensor is missing or of another shape, or tied tensors differ.
     """
     layer = check_same_layers(encoder)
-    if encoder.depth * LEAST_PARAMETERS > len(tensors):  # before anything is made for each layer
+    if encoder.depth * LEAST_PARAMETERS > len(tensors):  # before allocating anything per layer
         raise ConversionError(
-            f"config.json has num_hidden_layers={encoder.depth}, but the weights are "
-            f"{len(tensors)} tensors; the two do not belong together.",
+            f"config.json has num_hidden_layers={encoder.depth}, but the weights have only "
+            f"{len(tensors)} tensors. Copy both files from the same model.",
             field="num_hidden_layers",
             value=encoder.depth,
         )
@@ -141,24 +143,24 @@ def from_tensors(
     missing = [place.name for place in places.values() if place.name not in tensors]
     if missing:
         raise ConversionError(
-            f"the weights lack {len(missing)} tensors that config.json asks for, first "
-            f"{missing[0]}; the two do not belong together, or the file is cut off.",
+            f"The weights lack {len(missing)} tensors that config.json requires, first "
+            f"{missing[0]}. Copy both files again from the same model.",
             field=missing[0],
         )
     parameters = {}
     for path, place in places.items():
         if tensors[place.name].dtype != np.float32:
             raise ConversionError(
-                f"tensor {place.name} holds {tensors[place.name].dtype}, but weights are floating "
-                "numbers; save the model again without quantization.",
+                f"Tensor {place.name} has dtype {tensors[place.name].dtype}, expected floating "
+                "point. Save the model again without quantization.",
                 field=place.name,
             )
         array = _read_array(place, tensors[place.name])
         if array is None or array.shape != expected[path]:
             theirs = place.layout.write(np.broadcast_to(0.0, expected[path])).shape
             raise ConversionError(
-                f"tensor {place.name} has shape {tensors[place.name].shape}, but config.json "
-                f"makes it {theirs}; the two do not belong together.",
+                f"Tensor {place.name} has shape {tensors[place.name].shape}, but config.json "
+                f"requires {theirs}. Copy both files from the same model.",
                 field=place.name,
             )
         parameters[path] = array
@@ -170,8 +172,8 @@ def from_tensors(
     for copy, original in copies.items():
         if not np.array_equal(tensors[copy], tensors[original]):
             raise ConversionError(
-                f"{copy} differs from {original}, but here the output layer is the embedding "
-                "table; such a model cannot be read.",
+                f"{copy} differs from {original}. Models with an untied output layer are not "
+                "supported.",
                 field=copy,
             )
     used = {place.name for place in places.values()} | set(copies)
@@ -182,7 +184,7 @@ def from_tensors(
 
 
 def _read_array(place, array: np.ndarray) -> np.ndarray | None:
-    """Our form of a tensor, None if it does not have the dimensions for it."""
+    """Converts a tensor to the layout of this package; None if its rank does not fit."""
     try:
         return np.ascontiguousarray(place.layout.read(array))
     except (ValueError, IndexError):
@@ -192,7 +194,7 @@ def _read_array(place, array: np.ndarray) -> np.ndarray | None:
 def _find_heads(
     tensors: Mapping[str, np.ndarray], family: str, layer: LayerConfig, content
 ) -> dict[str, int]:
-    """Head -> number of its logits, for those whose first tensor is there."""
+    """Returns head -> number of logits, for heads whose last bias exists."""
     found = {}
     architectures = content.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
@@ -203,8 +205,8 @@ def _find_heads(
         except KeyError:
             continue
         tensor = places[f"{head}/{last}"].name
-        # A `classifier` too: BertForSequenceClassification's, behind a pooler that we lack, and the
-        # one of ForMultipleChoice, of a whole text.
+        # `classifier` is also the name in BertForSequenceClassification, which has a pooler, and in
+        # ForMultipleChoice, which classifies whole texts. Neither is a token head.
         tags = family != "bert" or name.endswith("ForTokenClassification")
         tags = tags and not name.endswith("ForMultipleChoice")
         if tensor in tensors and tensors[tensor].ndim == 1 and (head != "token_head" or tags):
@@ -213,10 +215,11 @@ def _find_heads(
 
 
 def _label_names(id2label, heads: Mapping[str, int]) -> tuple[str, ...]:
-    """Names of the logits; theirs leaves out LABEL_0 and LABEL_1, and a list is as good.
+    """Returns the names of the logits; transformers omits default names, and may store a list.
 
     Raises:
-      ConversionError: names that are not those of so many logits, each its own.
+      ConversionError: the number of names differs from the number of logits, or a name is invalid
+        or repeated.
     """
     count = heads.get("sequence_head") or heads.get("token_head") or 0
     if not count or not id2label:
@@ -227,25 +230,25 @@ def _label_names(id2label, heads: Mapping[str, int]) -> tuple[str, ...]:
     known = isinstance(listed, dict) and not set(listed) - set(places)
     if not known or (is_list and len(listed) < count):
         raise ConversionError(
-            f"config.json has id2label={shown(id2label)}, but the head gives {count} logits; name "
-            "as many.",
+            f"config.json has id2label={shown(id2label)}, but the head has {count} logits. Give "
+            "every logit one name.",
             field="id2label",
             value=id2label,
         )
-    found: dict[str, str] = {}  # name -> its first place
+    found: dict[str, str] = {}  # name -> first index
     for place in places:
         name = listed.get(place, f"LABEL_{place}")
         if name is None or isinstance(name, list | dict):
             raise ConversionError(
-                f"config.json has {shown(name)} as label {place} in id2label; write its name.",
+                f"config.json has {shown(name)} as label {place} in id2label, expected a name.",
                 field="id2label",
                 value=name,
             )
         first = found.setdefault(str(name), place)
         if first != place:
             raise ConversionError(
-                f"config.json calls the labels {first} and {place} both {shown(name)} in id2label; "
-                "give each a name of its own.",
+                f"config.json gives the labels {first} and {place} the same name {shown(name)} in "
+                "id2label. Give each label a different name.",
                 field="id2label",
                 value=name,
             )
@@ -253,7 +256,7 @@ def _label_names(id2label, heads: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _modern_name(name: str) -> str:
-    """Files of before 2020 call the parameters of a layer norm gamma and beta."""
+    """Renames gamma and beta of layer norms, as files from before 2020 call them."""
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         if name.endswith(old):
             return name.removesuffix(old) + new

@@ -1,4 +1,4 @@
-"""README.md of an exported folder: what it is, how it loads, what was checked."""
+"""README.md of an exported folder: sizes, usage and results of the parity check."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,13 @@ FILE = "README.md"
 def write_card(
     network: Network, *, title: str, made_by: str, certificate: Certificate, notes: Sequence[str]
 ) -> str:
-    """Markdown for the folder of one network.
+    """Returns the model card of a network as Markdown.
 
     Args:
-      title: the name of the run and what the network is in it.
-      made_by: where the weights come from, one sentence.
-      notes: anything else to say, one sentence each.
+      title: name of the run and role of the network.
+      made_by: origin of the weights, one sentence.
+      certificate: result of the parity check.
+      notes: further paragraphs.
     """
     name = huggingface_config.architecture(network)
     layer, embeddings, encoder = network.layer, network.embeddings, network.encoder
@@ -65,25 +66,25 @@ def _say(network: Network, name: str) -> list[str]:
         said.append(_reads(network))
     if name == "ConvBertModel" and network.has("rtd_head"):
         said.append(
-            "The four `discriminator_predictions.*` tensors are the head that tells replaced "
-            "tokens. There is no ConvBERT class for it, so transformers reports them as "
-            "UNEXPECTED and passes over them; convbert_jax reads them back."
+            "The four `discriminator_predictions.*` tensors are the head for replaced-token "
+            "detection. No ConvBERT class has this head, so transformers reports the tensors as "
+            "UNEXPECTED and ignores them; convbert_jax loads them."
         )
     if "pair_head" in huggingface_config.unclassed_heads(network):
         said.append(
-            "The four `pair_predictions.*` tensors are the head that judges pairs of texts. Only "
-            "BERT's classes have one, so transformers reports them as UNEXPECTED and passes over "
-            "them; convbert_jax reads them back."
+            "The four `pair_predictions.*` tensors are the head for sentence pairs. Only BERT "
+            "classes have this head, so transformers reports the tensors as UNEXPECTED and "
+            "ignores them; convbert_jax loads them."
         )
     if name == "BertForMaskedLM":
         said.append(
-            "There is no pooler: `AutoModel` starts one and reports it as MISSING; use "
+            "The model has no pooler: `AutoModel` initializes one and reports it as MISSING. Use "
             "`last_hidden_state`, or pass `add_pooling_layer=False` to `BertModel`."
         )
     if network.encoder.reads_padding:
         said.append(
-            "As in the official code, the convolution reads padding: outputs depend a little on "
-            "how much of it follows."
+            "As in the official code, the convolution reads padding: outputs depend slightly on "
+            "the amount of padding."
         )
     return said
 
@@ -95,5 +96,5 @@ def _reads(network: Network) -> str:
     if columns:
         told += f", from {' and '.join(f'`{column}`' for column in columns)} of its training files"
     if length:
-        told += f"; at most {length} tokens, special ones counted, were seen in fine-tuning"
-    return f"It reads {told}."
+        told += f". Fine-tuning used at most {length} tokens, including special tokens"
+    return f"The input is {told}."

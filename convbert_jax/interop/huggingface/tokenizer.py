@@ -1,13 +1,14 @@
-"""Our vocabularies as files that `AutoTokenizer` loads.
+"""Export of vocabularies as files that `AutoTokenizer` loads.
 
-tokenizer.json           the whole tokenizer, for every recent version of transformers
-tokenizer_config.json    special tokens and the longest input
-vocab.txt, spiece.model  the vocabulary as older software and our own reader take it
+tokenizer.json           the complete tokenizer, for recent versions of transformers
+tokenizer_config.json    special tokens and the maximal length
+vocab.txt, spiece.model  the vocabulary for older software and for this package
 
-One difference is meant: Hugging Face reads "[MASK]" written in a text as the special token (that
-is how masks are given to a pipeline), ours never does. Two are not: of SentencePiece splits with
-equal scores theirs may take the other, and theirs may leave apart Korean letters of a keyboard and
-conjoining ones that ours makes a syllable of.
+Differences from the tokenizers of this package:
+
+- Intended: Hugging Face encodes "[MASK]" in a text as the special token, which pipelines need.
+- SentencePiece segmentations with equal scores may be resolved differently.
+- Hugging Face may not compose Korean compatibility and conjoining letters into a syllable.
 """
 
 import functools
@@ -37,28 +38,28 @@ _ROLES = {
     "sep_token": "sep",
     "mask_token": "mask",
 }
-SPACE = "\u2581"  # SentencePiece's mark in front of a word
-_BEGIN, _END = r"(?<![\s\S])", r"(?![\s\S])"  # of a text; ^ and $ are those of each line there
-_APART = "\x1f"  # a control character, which is a grapheme alone and ends the one before
-# What goes on with a grapheme: marks, what is invisible; and the vowels am of Thai and Lao, voicing
-# of half the width, skin tones.
+SPACE = "\u2581"  # SentencePiece's marker before a word
+_BEGIN, _END = r"(?<![\s\S])", r"(?![\s\S])"  # of a text; ^ and $ match at every line
+_APART = "\x1f"  # a control character, which is always a separate grapheme
+# Characters that extend a grapheme: categories of marks and format characters; Thai and Lao vowel
+# am, half-width voicing marks, skin tones.
 _EXTENDING = ("Mn", "Me", "Mc", "Cf")
 _ALSO_EXTENDING = {0x0E33, 0x0EB3, 0xFF9E, 0xFF9F, *range(0x1F3FB, 0x1F400)}
 _UNIGRAM, _BPE = 1, 2  # model types of SentencePiece
-_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # types of its pieces
+_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # piece types of SentencePiece
 
 
 def write_tokenizer(
     folder: Path, tokenizer: Tokenizer, section: TokenizerSection, *, max_length: int
 ) -> None:
-    """Writes the files into an existing folder.
+    """Writes the tokenizer files into an existing folder.
 
     Args:
       section: the settings that `tokenizer` was loaded with.
-      max_length: the longest input of the model, special tokens included.
+      max_length: maximal number of tokens of the model, including special tokens.
 
     Raises:
-      ConversionError: a SentencePiece model of a kind that `tokenizers` does not have.
+      ConversionError: `tokenizers` does not support this kind of SentencePiece model.
     """
     if tokenizer.kind == "wordpiece":
         vocabulary = {entry: i for i, entry in enumerate(tokenizer.entries)}
@@ -90,7 +91,7 @@ def write_tokenizer(
 
 
 def write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
-    """Writes vocab.txt or spiece.model alone."""
+    """Writes only vocab.txt or spiece.model."""
     path = folder / VOCABULARY[tokenizer.kind]
     if tokenizer.kind == "wordpiece":
         text = "".join(f"{entry}\n" for entry in tokenizer.entries)
@@ -100,7 +101,7 @@ def write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def find_vocabulary(folder: Path) -> Path | None:
-    """The vocabulary file of a folder in a form that our tokenizers read, if there is one."""
+    """Returns the vocabulary file of a folder, or None if it has no supported one."""
     for name in ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "vocab.txt"):
         if (folder / name).is_file():
             return folder / name
@@ -110,13 +111,14 @@ def find_vocabulary(folder: Path) -> Path | None:
 
 
 def describe_vocabulary(folder: Path, path: Path) -> dict[str, object]:
-    """Fields of config.tokenizer that go with a vocabulary of theirs. Where no file beside it says
-    whether it is cased, its entries do.
+    """Returns the fields of config.tokenizer for a vocabulary of a Hugging Face folder.
+
+    If no tokenizer file states whether the vocabulary is cased, this is derived from its entries.
 
     Raises:
-      OtherTokenizerError: it goes with a tokenizer that ours is not.
-      ConversionError: a file that says it is damaged.
-      TokenizerError: only its entries can tell, and it is no vocabulary.
+      OtherTokenizerError: the tokenizer of the folder is not supported.
+      ConversionError: a tokenizer file is damaged.
+      TokenizerError: the file is not a vocabulary.
     """
     kind = "sentencepiece" if path.suffix == ".model" else "wordpiece"
     fields: dict[str, object] = {"kind": kind, "path": str(path)}
@@ -131,7 +133,7 @@ def describe_vocabulary(folder: Path, path: Path) -> dict[str, object]:
     lowercase = normalizer.get("lowercase", settings.get("do_lower_case"))
     accents = normalizer.get("strip_accents", settings.get("strip_accents"))
     if lowercase is None:
-        told = follow_file(TokenizerSection(path=str(path)))  # logs what it finds
+        told = follow_file(TokenizerSection(path=str(path)))  # logs the result
         lowercase = told.lowercase
         accents = told.strip_accents if accents is None else accents
     found = {
@@ -142,7 +144,8 @@ def describe_vocabulary(folder: Path, path: Path) -> dict[str, object]:
     for (name, value), kind in zip(found.items(), (bool, bool, int), strict=True):
         if type(value) is not kind:
             raise ConversionError(
-                f"the tokenizer files of {folder} have {name}={shown(value)}; copy them again.",
+                f"The tokenizer files of {folder} have the invalid {name}={shown(value)}. Copy "
+                "them again.",
                 field=name,
                 value=value,
                 path=folder,
@@ -151,7 +154,7 @@ def describe_vocabulary(folder: Path, path: Path) -> dict[str, object]:
 
 
 def _read(path: Path) -> dict:
-    """A JSON file that need not be there."""
+    """Reads a JSON file; an empty dict if it does not exist."""
     return read_json(path) if path.exists() else {}
 
 
@@ -168,27 +171,27 @@ def _from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
     kinds = {piece.type for piece in model.pieces}
     if trainer.model_type not in (_UNIGRAM, _BPE):
         raise ConversionError(
-            f"{path} is a SentencePiece model of words or characters, which Hugging Face's "
-            "tokenizers do not have; train one with config.tokenizer.algorithm unigram or bpe.",
+            f"{path} is a SentencePiece model of words or characters, which Hugging Face "
+            "tokenizers do not support. Train one with config.tokenizer.algorithm=unigram or bpe.",
             path=path,
         )
     if kinds - {_NORMAL, _UNKNOWN, _CONTROL, _BYTE}:
         raise ConversionError(
-            f"{path} has user-defined pieces, which split differently in Hugging Face's "
-            "tokenizers; train it with control symbols only.",
+            f"{path} has user-defined symbols, which Hugging Face tokenizers split differently. "
+            "Train the model with control symbols only.",
             path=path,
         )
     if trainer.treat_whitespace_as_suffix or not rules.escape_whitespaces:
         raise ConversionError(
-            f"{path} marks the ends of words or no words; only the usual mark in front of a word "
-            "can be exported.",
+            f"{path} was trained with treat_whitespace_as_suffix or without escape_whitespaces, "
+            "which cannot be exported. Train it with the default settings.",
             path=path,
         )
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
     byte_fallback = trainer.byte_fallback
     if trainer.model_type == _UNIGRAM:
-        # Special pieces have score 0 and would win over all text. Not lower than the others: the
-        # price of an unknown character is relative to the lowest.
+        # Special pieces have score 0 and would always win. They get the lowest score of the others,
+        # because the penalty of an unknown character is relative to the lowest score.
         low = min(piece.score for piece in model.pieces if piece.type == _NORMAL)
         scored = [
             (piece.piece, low if piece.type in (_CONTROL, _UNKNOWN) else piece.score)
@@ -214,14 +217,18 @@ def _from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
 
 
 def _normalization(path: Path, rules) -> list[normalizers.Normalizer]:
-    """What SentencePiece does before it splits.
+    """Returns normalizers equivalent to the normalization of a SentencePiece model.
 
-    `Precompiled` reads the same table, but looks up short graphemes by their first character: of a
-    letter with a combining mark it loses the mark. So text is composed before, where the table
-    composes, marks that it deletes are deleted, and the others are set apart, each a grapheme:
-    those that no letter is composed with before others are composed, or these would change places.
+    `Precompiled` uses the same table, but looks up short graphemes by their first character and so
+    drops combining marks. These steps before it prevent that:
+
+    1. Turn marks that compose with no letter into separate graphemes. This comes first, because
+       composition would reorder them.
+    2. Compose the text with NFC, if the table composes.
+    3. Delete the marks that the table deletes.
+    4. Separate the remaining marks.
     """
-    steps = [normalizers.Replace("\0", " ")]  # as our tokenizer does
+    steps = [normalizers.Replace("\0", " ")]  # as the tokenizer of this package does
     if rules.precompiled_charsmap:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         steps += [normalizers.Replace(*pair) for pair in _voiced_kana(model)]
@@ -247,14 +254,15 @@ def _normalization(path: Path, rules) -> list[normalizers.Normalizer]:
     if rules.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     steps.append(normalizers.Replace(" ", SPACE))
-    if rules.remove_extra_whitespaces:  # marks that stand in the text count as blanks at its end
+    if rules.remove_extra_whitespaces:  # SPACE characters at the end of a text are removed as well
         steps.append(normalizers.Replace(tokenizers.Regex(f"{SPACE}+{_END}"), ""))
     return steps
 
 
 def _voiced_kana(model: sentencepiece.SentencePieceProcessor) -> Iterator[tuple[str, str]]:
-    """Pairs of half-width kana and their voicing, and what they are as one, which a lookup of
-    single characters does not find and NFC does not know.
+    """Yields (half-width kana with voicing mark, composed character).
+
+    Neither a lookup of single characters nor NFC composes these pairs.
     """
     for base in map(chr, range(0xFF66, 0xFF9E)):
         for voicing in "\uff9e\uff9f":
@@ -265,7 +273,7 @@ def _voiced_kana(model: sentencepiece.SentencePieceProcessor) -> Iterator[tuple[
 
 @functools.cache
 def _extending_characters() -> dict[str, bool]:
-    """What goes on with the grapheme before it, and whether NFC composes it with some letter."""
+    """Returns the characters that extend a grapheme -> whether NFC composes them with a letter."""
     parts = [unicodedata.decomposition(chr(code)).split() for code in range(sys.maxunicode + 1)]
     composing = {
         chr(int(pair[1], 16))
@@ -282,13 +290,15 @@ def _extending_characters() -> dict[str, bool]:
 
 
 def _set_apart(characters: set[str]) -> normalizers.Normalizer:
-    """Puts `_APART` before each of them."""
+    """Inserts `_APART` before each of the characters."""
     return normalizers.Replace(_any_of(characters, before=True), _APART)
 
 
 def _any_of(characters: set[str], *, before: bool = False) -> tokenizers.Regex:
-    """Any of `characters`, by ranges, or the place `before` one; not that before the text, where
-    `tokenizers` loses count of characters if something is put."""
+    """Returns a regular expression for any of `characters`, or for the position `before` one.
+
+    Excludes the beginning of the text, where insertions corrupt the offsets of `tokenizers`.
+    """
     ranges: list[list[int]] = []
     for code in sorted(map(ord, characters)):
         if ranges and code == ranges[-1][1] + 1:
@@ -300,7 +310,7 @@ def _any_of(characters: set[str], *, before: bool = False) -> tokenizers.Regex:
 
 
 def _merges(pieces: list[tuple[str, float]]) -> list[tuple[str, str]]:
-    """The merges of a BPE model, which SentencePiece keeps as the order of its pieces."""
+    """Returns the merges of a BPE model, which SentencePiece stores as the order of its pieces."""
     ids = {piece: i for i, (piece, _) in enumerate(pieces)}
     merges = []
     for piece, score in pieces:

@@ -1,7 +1,7 @@
-"""Whether the tokenizer of a folder splits text as ours would with its vocabulary.
+"""Checks that the tokenizer of a folder gives the same ids as this package with its vocabulary.
 
-A vocabulary alone does not tell: the files beside it may name another class, other rules or more
-tokens, with which the same text becomes other ids, silently.
+The files next to a vocabulary may name another class, other rules or added tokens, which would
+silently change the ids of a text.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,20 +11,20 @@ from typing import Any, NoReturn
 from convbert_jax.interop.claims import shown
 from convbert_jax.interop.networks import ConversionError
 
-# Classes of transformers that split as BERT's, without "Fast", and those that say nothing.
+# Transformers classes with BERT's rules, without "Fast"; generic classes are added below.
 _AS_BERT = {"BertTokenizer", "ElectraTokenizer", "ConvBertTokenizer", "DistilBertTokenizer"}
 _AS_BERT |= {"MobileBertTokenizer", "LxmertTokenizer", "SqueezeBertTokenizer"}
-_BY_JSON = {"PreTrainedTokenizer", "TokenizersBackend"}  # tokenizer.json says all
+_BY_JSON = {"PreTrainedTokenizer", "TokenizersBackend"}  # tokenizer.json has all rules
 _AS_BERT |= _BY_JSON
-# Classes that read a SentencePiece model, but cut words first or count ids from elsewhere.
+# Classes that use a SentencePiece model, but split words first or shift ids.
 _NOT_SENTENCEPIECE = {"BertJapaneseTokenizer", "CamembertTokenizer", "XLMRobertaTokenizer"}
 _NOT_SENTENCEPIECE |= {"BarthezTokenizer", "MBartTokenizer"}
-# Tokens that need not be called special to be it.
+# Tokens that are special even if no file marks them as such.
 _ROLES = {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<pad>", "<unk>", "<s>", "</s>", "<mask>"}
 
 
 class OtherTokenizerError(ConversionError):
-    """The vocabulary of a folder goes with a tokenizer that ours is not."""
+    """The tokenizer of a folder is not supported."""
 
 
 def check_rules(
@@ -35,15 +35,16 @@ def check_rules(
     config: Mapping[str, Any],
     added: Mapping[str, Any],
 ) -> None:
-    """
+    """Checks that class, rules and added tokens of a tokenizer are supported.
+
     Args:
-      folder: for the error.
-      kind: of our tokenizer, "wordpiece" or "sentencepiece".
-      settings, pipeline, config, added: tokenizer_config.json, tokenizer.json, config.json and
-        added_tokens.json; {} where there is none.
+      folder: for the error message.
+      kind: "wordpiece" or "sentencepiece".
+      settings, pipeline, config, added: content of tokenizer_config.json, tokenizer.json,
+        config.json and added_tokens.json; {} for a missing file.
 
     Raises:
-      OtherTokenizerError: with what differs.
+      OtherTokenizerError: the tokenizer is not supported; the message has the reason.
     """
     name = settings.get("tokenizer_class") or config.get("tokenizer_class")
     own = str(name).removesuffix("Fast")
@@ -74,10 +75,10 @@ def check_rules(
 
 
 def check_entries(folder: Path, entries: Sequence[str], pipeline: Mapping[str, Any]) -> None:
-    """Refuses a vocab.txt that is not that of the tokenizer.json beside it, which they read.
+    """Checks that vocab.txt has the entries of tokenizer.json, which transformers reads.
 
     Raises:
-      OtherTokenizerError: with the first entry that differs.
+      OtherTokenizerError: an entry differs; the message names the first one.
     """
     model = pipeline.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -88,8 +89,8 @@ def check_entries(folder: Path, entries: Sequence[str], pipeline: Mapping[str, A
         if places.get(entry) != place:
             _refuse(
                 folder,
-                f"the entry {shown(entry)} as {shown(place)} in tokenizer.json, which vocab.txt "
-                "has not there",
+                f"the entry {shown(entry)} at id {shown(place)} in tokenizer.json but not in "
+                "vocab.txt",
             )
 
 
@@ -100,14 +101,14 @@ def _lowercase(pipeline: Mapping[str, Any]) -> Any:
 
 def _refuse(folder: Path, what: str) -> NoReturn:
     raise OtherTokenizerError(
-        f"{folder} has a tokenizer with {what}, so that texts become other ids there than here "
-        "with its vocabulary",
+        f"{folder} has a tokenizer with {what}, which is not supported: texts would get different "
+        "ids",
         path=folder,
     )
 
 
 def _added_tokens(settings, pipeline, added) -> Iterator[str]:
-    """Tokens that were added to a vocabulary and are looked for in texts, as words are."""
+    """Yields the tokens that were added to a vocabulary and are not special."""
     decoder = settings.get("added_tokens_decoder")
     tokens = [*decoder.values()] if isinstance(decoder, dict) else []
     there = pipeline.get("added_tokens")

@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face folder as numpy arrays; safetensors without PyTorch."""
+"""Reader and writer of weight files in Hugging Face folders; safetensors need no PyTorch."""
 
 import os
 import re
@@ -17,29 +17,29 @@ SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
-_FILES = (SAFETENSORS, SAFETENSORS_INDEX, PICKLED, PICKLED_INDEX)  # the first there is read
+_FILES = (SAFETENSORS, SAFETENSORS_INDEX, PICKLED, PICKLED_INDEX)  # the first that exists is read
 _NUMPY_TYPES = {"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 _MOST_TENSORS = 1 << 16
-_LONGEST_NAME = 255  # bytes, of a file
+_LONGEST_NAME = 255  # bytes of a file name
 
 
 def are_in(folder: Path) -> bool:
-    """Whether there is a file that `read_weights` would read."""
+    """Returns whether a folder has a file that `read_weights` reads."""
     return any((folder / name).is_file() for name in _FILES)
 
 
 def read_weights(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of a folder by name; floating ones as float32, which is exact for 16 bits.
+    """Reads all tensors of a folder by name, floating-point ones as float32 (without rounding).
 
-    Takes model.safetensors, or pytorch_model.bin by `interop.pytorch`, whole or in shards.
+    Reads model.safetensors, or pytorch_model.bin with `interop.pytorch`; both may be sharded.
 
     Raises:
-      ConversionError: there is none of them, or one cannot be read.
+      ConversionError: the folder has no weights, or they cannot be read.
     """
     file = next((name for name in _FILES if (folder / name).is_file()), None)
     if file is None:
         raise ConversionError(
-            f"{folder} holds no weights; it needs {' or '.join(_FILES)}.", path=folder
+            f"{folder} contains no weights: expected {' or '.join(_FILES)}.", path=folder
         )
     read = _read_safetensors if file in (SAFETENSORS, SAFETENSORS_INDEX) else _read_pickled
     if file in (SAFETENSORS, PICKLED):
@@ -49,8 +49,8 @@ def read_weights(folder: Path) -> dict[str, np.ndarray]:
     wide = [name for name, array in tensors.items() if array.dtype == np.float64]
     if wide:
         raise ConversionError(
-            f"{folder}: {wide[0]} is float64, which float32 cannot hold exactly; save the folder "
-            "as float32 first.",
+            f"{folder}: {wide[0]} is float64, which is not exact in float32. Save the model as "
+            "float32 first.",
             field=wide[0],
             path=folder,
         )
@@ -61,7 +61,7 @@ def read_weights(folder: Path) -> dict[str, np.ndarray]:
 
 
 def write_weights(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes model.safetensors as PyTorch libraries expect it."""
+    """Writes model.safetensors with the metadata that PyTorch libraries expect."""
     ordered = {name: tensors[name] for name in sorted(tensors)}
     save_arrays(path / SAFETENSORS, ordered, {"format": "pt"})
 
@@ -69,8 +69,12 @@ def write_weights(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 def save_arrays(
     path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None
 ) -> None:
-    """Writes a safetensors file; raises OSError, as other writers do, where it cannot."""
-    # save_file writes the memory of an array as it lies, whatever its strides say.
+    """Writes a safetensors file.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    # save_file ignores strides and writes the memory of an array in order.
     whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     try:
         save_file(whole, path, metadata)
@@ -92,20 +96,22 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
             kinds = {name: file.get_slice(name).get_dtype() for name in names}
             strange = [name for name in names if kinds[name] not in _NUMPY_TYPES | {"BF16"}]
             if strange:
-                raise ValueError(f"{shown(strange[0])} is of type {kinds[strange[0]]}")
+                raise ValueError(
+                    f"{shown(strange[0])} has the unsupported type {kinds[strange[0]]}"
+                )
             for name, kind in kinds.items():
                 if kind in _NUMPY_TYPES:
                     tensors[name] = file.get_tensor(name)
         others = [name for name in kinds if name not in tensors]
         if others:
-            with safetensors.safe_open(path, framework="flax") as file:  # knows bfloat16
+            with safetensors.safe_open(path, framework="flax") as file:  # supports bfloat16
                 tensors |= {
                     name: np.asarray(file.get_tensor(name).astype(np.float32)) for name in others
                 }
     except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
         raise ConversionError(
-            f"{path} cannot be read ({first_line(error)}); it is damaged or not a safetensors "
-            "file, copy it again.",
+            f"Cannot read {path}: {first_line(error)}. It is damaged or not a safetensors file; "
+            "copy it again.",
             path=path,
         ) from error
     return tensors
@@ -116,19 +122,19 @@ def _read_shards(
 ) -> dict[str, np.ndarray]:
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
-        raise ConversionError(f"{index} is not an index of shards; copy it again.", path=index)
+        raise ConversionError(f"{index} is not an index of shards. Copy it again.", path=index)
     tensors: dict[str, np.ndarray] = {}
     files = {name: index.parent / name for name in sorted(set(table.values()))}
     for name, path in files.items():
         if Path(name).name != name or len(name.encode()) > _LONGEST_NAME:
             raise ConversionError(
-                f"{index} names the shard {shown(name)}, which is not a plain file.",
+                f"{index} names the shard {shown(name)}, which is not a file name in its folder.",
                 value=name,
                 path=index,
             )
         if not path.is_file():
             raise ConversionError(
-                f"{index} names the shard {name}, which is missing; copy it too.",
+                f"{index} names the shard {name}, which does not exist. Copy it too.",
                 value=name,
                 path=index,
             )
@@ -138,7 +144,7 @@ def _read_shards(
         twice = sorted(read.keys() & tensors.keys())
         if twice:
             raise ConversionError(
-                f"{path} holds {shown(twice[0])}, which another shard holds too; copy them again.",
+                f"{path} and another shard both contain {shown(twice[0])}. Copy the shards again.",
                 field=twice[0],
                 path=path,
             )
@@ -146,7 +152,7 @@ def _read_shards(
     missing = sorted(set(table) - set(tensors))
     if missing:
         raise ConversionError(
-            f"{index} promises {shown(missing[0])} but no shard holds it; copy the shards again.",
+            f"{index} lists {shown(missing[0])}, but no shard contains it. Copy the shards again.",
             field=missing[0],
             path=index,
         )
