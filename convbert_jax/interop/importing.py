@@ -44,8 +44,8 @@ def import_run(
 
     Args:
       path: a source as in `sources.read_source`.
-      config: how the run trains. Its model, generator and vocabulary become those of the source;
-        what the source does not state, such as the dropout of a TensorFlow 1 checkpoint, stays.
+      config: training settings. The source replaces model, generator and vocabulary; values that
+        it lacks, such as the dropout in a TensorFlow 1 checkpoint, are kept.
       given: paths of the fields that the user has set, for example "model.dropout". They are kept;
         it is an error if they contradict the weights.
 

@@ -20,7 +20,7 @@ from convbert_jax.config import (
 from convbert_jax.config.network import SCHEDULED, GeneratorSizes, list_stages
 from convbert_jax.interop.networks import ConversionError, Network, is_disentangled, places
 
-# Fields that decide the parameters of an encoder or what it computes with them.
+# Fields that affect the parameter shapes or the outputs of an encoder.
 _MODEL = (
     "layers",
     "hidden_size",
@@ -152,7 +152,7 @@ def for_any_machine(config: Config, path: str) -> Config:
 
 
 def decisive(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that decide the parameters or what the model computes with them."""
+    """Returns the fields that affect parameter shapes or model outputs."""
     return {path: value for path, value in fields.items() if path not in _TRAINING}
 
 
@@ -184,7 +184,7 @@ def keep_given(
 
 
 def sizes_of(config: Config) -> dict[str, Any]:
-    """Returns the fields that the parameters depend on, without those of the vocabulary."""
+    """Returns the fields that the parameters depend on, except vocabulary fields."""
     fields = {f"model.{name}": getattr(config.model, name) for name in _MODEL}
     generator = dataclasses.asdict(config.generator)
     return fields | {f"generator.{name}": value for name, value in generator.items()}
@@ -232,7 +232,7 @@ def _generator_fields(generator: Network, main: Network, config: Config) -> dict
         "generator.disentangle_embeddings": disentangled,
     }
     if not _difference(replace(config, fields), "generator_encoder", generator.encoder):
-        return fields  # several fractions round to the same sizes; keep those of the config
+        return fields  # several fractions round to the same sizes; keep the ones in the config
     fields |= {
         "generator.size": generator.encoder.hidden_size / main.encoder.hidden_size,
         "generator.layers": _depth_fraction(replace(config, fields), generator.encoder.depth),
@@ -309,7 +309,7 @@ def _same_arrays(first: Network, second: Network, folder: str) -> bool:
 
 
 def _shape(encoder: EncoderConfig) -> tuple:
-    """Returns the properties of an encoder that decide its shapes and what it computes."""
+    """Returns the properties of an encoder that decide its shapes and outputs."""
     layers = []
     for stage in encoder.stages:
         layer = stage.layer

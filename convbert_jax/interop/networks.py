@@ -321,7 +321,7 @@ def join(
 
 
 def _less_shared(main: Network, generator: Network) -> Network:
-    """Returns `main` with embeddings reduced by those of the generator (disentangled sharing)."""
+    """Subtracts the embeddings of the generator from `main` (disentangled sharing)."""
     shared = generator.parameters
     own = {
         path: leaf - shared[path] if path in shared and shared[path].shape == leaf.shape else leaf

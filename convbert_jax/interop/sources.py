@@ -64,7 +64,7 @@ def read_source(path: str) -> Source:
       path: a folder; for TensorFlow also the prefix, as model.ckpt-1000000, or one of its files.
 
     Raises:
-      ConversionError: `path` is none of these, or cannot be read.
+      ConversionError: `path` has another format, or cannot be read.
     """
     try:
         return _read_source(path)
@@ -152,7 +152,7 @@ def read_moments(workdir: Workdir, config: Config, step: int | None = None):
         parts = (name.partition(f"/{kind}/") for name in arrays)
         found = {path: arrays[a + b + path] for a, b, path in parts if a.startswith("opt_state")}
         tree = to_tree({path: array for path, array in found.items() if path})
-        # Disentangled sharing stops gradients to the shared part; the moments are those of OWN.
+        # Disentangled sharing stops gradients to the shared part; the moments belong to OWN.
         return split(config, tree, fold=lambda shared, own: own)
 
     return step, (networks("mu"), networks("nu"))

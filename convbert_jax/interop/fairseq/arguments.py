@@ -14,7 +14,7 @@ from convbert_jax.interop.pytorch import Foreign
 LAST_NORM = "decoder.layer_norm.weight"
 EPSILON = 1e-5  # default of torch.nn.LayerNorm; fairseq has no argument for it
 _MOST_VALUES = 100_000
-_DEEPEST = 30  # nested containers; omegaconf needs three for each of its own
+_DEEPEST = 30  # nested containers; omegaconf nests three for each container
 _MOST_LAYERS = 200
 _LANGUAGE_MODELS = ("lightconv_lm", "transformer_lm")
 _CONVOLUTIONS = {"dynamic": "dynamic", "lightweight": "light"}

@@ -207,7 +207,7 @@ def _check_all(names: set[str], what: str) -> None:
 
 
 def _turned(path: str, leaf: str, array: np.ndarray) -> np.ndarray:
-    """Converts an array from fairseq's layout to that of this package."""
+    """Converts an array from fairseq's layout to the layout of this package."""
     if leaf in ("kernel", "conv_kernel"):
         return np.ascontiguousarray(array.T)
     if leaf == "filters" and array.ndim == 3 and array.shape[1] == 1:

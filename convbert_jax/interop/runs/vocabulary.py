@@ -25,7 +25,7 @@ def keep_vocabularies(workdir: Workdir, config: Config, tokenizers: Sequence[Tok
     """Copies vocabularies into the folder of the run and replaces earlier copies.
 
     Args:
-      tokenizers: the tokenizer of the run, or those of source and target.
+      tokenizers: the tokenizer of the run, or the source and target tokenizers.
 
     Raises:
       WorkdirError: the folder cannot be written.
