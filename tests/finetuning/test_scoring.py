@@ -145,7 +145,7 @@ def test_wrong_metrics_are_named():
         (make_task("tagging", ("DET", "O"), ("span_f1",)), "span_f1", "'DET'"),
         (make_task("tagging", ("B-", "I-", "O"), ("span_f1",)), "span_f1", "'B-'"),
     ):
-        with refused(ConfigError, mention, field="config.task.metrics"):
+        with refused(ConfigError, metric, mention, field="config.task.metrics"):
             scoring.check_metrics(task)
     scoring.check_metrics(make_task("tagging", TAGS, ("span_f1", "accuracy")))
     with refused(ValueError, 1, 2, "toy"):
