@@ -459,7 +459,7 @@ def test_every_comment_of_a_field_is_found():
     assert found["model.attention"].startswith("auto: the fastest per platform")
     assert found["model.attention"].endswith("auto | xla | pallas_tpu | cudnn (GPU) | splash (TPU)")
     assert found["mesh.data"] == ""
-    assert found["finetune.beam"] == "starts, and ends for each (span_beam)"
+    assert "span_beam" in found["finetune.beam"]
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,24 @@
-"""What a run is: frozen dataclasses, checked and derived once, before any long work.
+"""Configuration of a run: frozen dataclasses, validated once before any long work.
 
 A config file (`configs/*.py`) returns an `ml_collections.ConfigDict` made by `to_config_dict()`, so
-that every field can be overridden as `--config.section.field=value`. `from_config_dict()` turns it
-into the frozen dataclass `Config`, and nothing beyond `main.py` and `recipes/` ever sees a
-ConfigDict. Every check raises `ConfigError` with one sentence that names the field, its value and
-the fix.
+that every field can be overridden as `--config.section.field=value`. `from_config_dict()` converts
+it to the frozen dataclass `Config`; only `main.py` and `recipes/` handle ConfigDicts. Every check
+raises `ConfigError` with one sentence that names the field, its value and the fix.
 
-sections.py    every field of pre-training, with its comment: what a user sets
-finetuning.py  those of fine-tuning; own_task.py a labelled data set of the user's own
-sequences/     those of models that write text, their pairs and how they write
-run.py         the sections together, and what follows from them
-changes.py     which fields may change between two starts of one run, said at each as its type
-network.py     what the model code is built from, and how it follows from the sections
-mixers.py      token mixers by name, and what each must say
-implementations.py  of ops, by name
-reading.py     from and to mappings
-errors.py      what every check raises
-checks/        pretraining.py, distillation.py, finetuning.py and sequences.py what must hold
-               between fields, stages.py in stages,
-               bounds.py of single numbers; rules.py what checks are made of; plugins.py which
-               Python of the user's own may be imported
-short_runs.py  intervals that fit into fewer steps than a config file is made for
+sections.py    fields of pre-training
+finetuning.py  fields of fine-tuning; own_task.py: a custom labelled data set
+sequences/     fields of generative models: architecture, parallel text, decoding
+run.py         `Config`, which contains all sections, and derived values
+changes.py     which fields may change when a run is resumed
+network.py     layer, stage and encoder configs of the model code, derived from the sections
+mixers.py      registry and interface of token mixers
+implementations.py  names of the implementations of ops
+reading.py     conversion from and to mappings
+errors.py      exceptions
+checks/        validation. pretraining.py, distillation.py, finetuning.py, sequences.py: between
+               fields; stages.py: stages; bounds.py: single numbers; rules.py: helpers;
+               plugins.py: which custom Python code may be imported
+short_runs.py  shorter warm-up and intervals for runs with fewer steps than the config file
 """
 
 from convbert_jax.config.errors import ConfigError, PluginError, UserError

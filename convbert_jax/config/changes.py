@@ -1,11 +1,11 @@
-"""What may change between two starts of one run, said at each field as its type.
+"""Which fields may change when a run is resumed, declared by the type of each field.
 
     steps: Changeable[int] = 1_000_000
 
-Speed, reporting, and how long and how fast a run learns may change; what the numbers so far were
-made with (the network, the data, the batch, the objective) is fixed from the first checkpoint on.
-Of fine-tuning, what is finished stays as it is: tasks and seeds may be added, the optimizer that
-all runs are compared under may not change.
+Settings of speed, reporting, duration and learning rate may change. Network, data, batch size and
+objective, which determine the results so far, are fixed from the first checkpoint on. In
+fine-tuning, tasks and seeds may be added; the optimizer may not change, because finished and new
+runs are compared.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ ChangeableInPretraining = Annotated[_T, _PRETRAINING]
 
 
 def is_changeable(cls: type, path: str, recipe: str) -> bool:
-    """Whether a run that has begun may go on with another value of a field.
+    """Returns whether a run may be resumed with another value of a field.
 
     Args:
-      cls: the dataclass that `path` begins in, `Config`.
-      path: of the field, "train.steps".
+      cls: the dataclass that `path` starts from, `Config`.
+      path: path of the field, as "train.steps".
       recipe: `config.recipe` of the run.
 
     Raises:
-      ConfigError: there is no such field.
+      ConfigError: the field does not exist.
     """
     name, _, rest = path.partition(".")
     kinds = typing.get_type_hints(cls, include_extras=True)
@@ -45,20 +45,20 @@ def is_changeable(cls: type, path: str, recipe: str) -> bool:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
-    """Path -> (old, new) of every field in which two configs differ, as `to_dict` gives them."""
+    """Returns path -> (old, new) of the fields that differ between two configs from `to_dict`."""
     old, new = flatten(old), flatten(new)
     return {name: (old[name], new[name]) for name in new if old[name] != new[name]}
 
 
 def describe(changes: Mapping[str, tuple[object, object]]) -> str:
-    """What `differences` found, in words."""
+    """Formats the result of `differences` for a message."""
     return ", ".join(
         f"config.{name} was {old!r}, now {new!r}" for name, (old, new) in changes.items()
     )
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """Path -> value of every field of a config, as `to_dict` gives it."""
+    """Returns path -> value of every field of a config from `to_dict`."""
     flat = {}
     for name, value in values.items():
         flat |= (

@@ -4,7 +4,7 @@ import os
 import re
 from typing import Any
 
-# A value that a message repeats: a quoted text, or anything without white space.
+# A long value inside of a message: a quoted text, or anything without white space.
 _VALUE = re.compile(r"(?<!\w)'[^']{300,}'(?!\w)|\S{300,}")
 _LONGEST = 2_000  # characters of a message
 
@@ -12,16 +12,16 @@ _LONGEST = 2_000  # characters of a message
 class UserError(Exception):
     """An error that the user can fix.
 
-    `main.py` prints the message without a traceback and exits with 1, or with 2 if the command line
-    is at fault. Each package derives its own classes. Long values in the message are cut.
+    `main.py` prints the message without a traceback and exits with 1, or with 2 for an error in the
+    command line. Each package derives its own classes. Long values in the message are truncated.
 
     Args:
-      message: what is wrong and how to fix it. The parts that it does not contain are put in
-        front: `ConfigError("must be HOST:PORT.", field="--coordinator", value="x")` reads
-        "--coordinator=x must be HOST:PORT."
-      field: the setting at fault, as "config.train.steps" or "--task".
-      value: what was found.
-      path: the file or folder at fault.
+      message: the problem and its fix. Field, value, path and line are put in front if the message
+        does not contain them: `ConfigError("must be HOST:PORT.", field="--coordinator", value="x")`
+        reads "--coordinator=x must be HOST:PORT."
+      field: the invalid setting, as "config.train.steps" or "--task".
+      value: the invalid value.
+      path: the invalid file or folder.
       line: line or row of the file, from 1.
     """
 
@@ -54,11 +54,11 @@ class ConfigError(UserError):
 
 
 class PluginError(ConfigError):
-    """A mixer or an optimizer that cannot be made here; the config that names it may be intact."""
+    """A mixer or optimizer that cannot be created here, although the config may be valid."""
 
 
 def _spell(value: Any) -> str:
-    """A value as a command line takes it; texts in quotes where their ends would be unclear."""
+    """Formats a value as on the command line; quotes empty, unprintable or spaced texts."""
     if isinstance(value, str):
         return value if value and value.isprintable() and " " not in value else repr(value)
     if isinstance(value, tuple):
@@ -67,6 +67,6 @@ def _spell(value: Any) -> str:
 
 
 def _cut(text: str, first: int, last: int) -> str:
-    """The first and last characters of a text, and how many it has."""
+    """Returns the first and last characters of a text, and its length."""
     end = f" …{text[-last:]}" if last else ""
     return f"{text[:first]}… ({len(text):,} characters){end}"

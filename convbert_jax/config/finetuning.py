@@ -1,8 +1,8 @@
-"""The sections of a config that fine-tuning adds; a data set of one's own is in `own_task.py`.
+"""Config sections of fine-tuning; the section of a custom data set is in `own_task.py`.
 
-`config.model` is not asked: sizes and vocabulary are those of `config.init_from`. Of
-`config.optimizer` everything counts but the learning rate and the warm-up, which are here. Fields
-marked "Release:" are as in `sections.py`.
+Fine-tuning ignores `config.model` and takes sizes and vocabulary from `config.init_from`. It uses
+`config.optimizer` except for learning rate and warm-up, which are set here. "Release:" has the same
+meaning as in `sections.py`.
 """
 
 import dataclasses
@@ -16,83 +16,82 @@ VECTORIZE = ("auto", "true", "false")
 
 @dataclasses.dataclass(frozen=True)
 class FinetuneSection:
-    """How an encoder is fine-tuned: the same for every task of a run."""
+    """Fine-tuning of an encoder, with the same settings for every task of a run."""
 
-    # names: those of data/tasks/glue.py, "squad_v1", "squad_v2", or "own", that of config.task
+    # task names of data/tasks/glue.py, "squad_v1", "squad_v2", or "own", described by config.task
     tasks: Changeable[tuple[str, ...]] = ()
     # folder of the task's original files, or a TFDS folder; see data/tasks/glue.py
     data: Changeable[str] = ""
-    # weights are random, only sizes and vocabulary are those of init_from: what pre-training is
-    # worth
+    # random weights, with sizes and vocabulary of init_from, to measure the value of pre-training
     from_scratch: bool = False
-    # of the weights' encoder so many first ones; 0 is all. The last layers of a discriminator know
-    # of their token whether it was put in, and little else (Rep et al. 2024)
+    # use only the first layers of the encoder; 0 is all. The last layers of a discriminator encode
+    # little besides whether their token was replaced (Rep et al. 2024)
     layers: int = 0
     # auto: sequence for classification and regression, token for tagging, span for answers.
-    # sequence: dense, GELU, dense on [CLS], as ConvBertForSequenceClassification has it, so that
-    # an exported folder loads there. first_and_mean: the same on [CLS] beside the mean of all
-    # tokens, which auto takes where no layer reads the whole row: a convolution shows [CLS] the
-    # beginning of a text alone. Release: first_token, one dense (Glorot) on [CLS], and span_beam,
-    # whose ends depend on the start.
+    # sequence: dense, GELU, dense on [CLS], as ConvBertForSequenceClassification, which can load
+    # an exported folder. first_and_mean: the same on [CLS] concatenated with the mean of all
+    # tokens; auto selects it for encoders without global layers, where [CLS] sees only the
+    # beginning of the text. Release: first_token, one dense layer (Glorot) on [CLS], and span_beam,
+    # whose end logits depend on the start.
     head: str = "auto"
-    # tokens of a row, special ones counted; longer texts lose the end of the longer one of a pair,
-    # and the log says how many did
+    # maximum tokens of a row, including special tokens; truncation removes the end of the longer
+    # text of a pair; the number of truncated rows is logged
     length: int = 128
-    # shorter lengths that rows are padded to, each compiled once. Release: none. Of no use to
-    # weights whose convolution reads padding, so that these get none.
+    # shorter lengths that rows are padded to, each compiled once. Release: none. Disabled for
+    # weights whose convolution reads padding.
     buckets: tuple[int, ...] = (16, 32, 64, 96, 128, 192, 256, 384)
     batch_size: int = 32
     eval_batch_size: Changeable[int] = 128
-    # peak; several are a search, of all pairs with `epochs`, chosen by the median dev score. (): by
-    # the width of the encoder, 5e-5 from 1,024 channels on, 1e-4 from 768 (base), 3e-4 from 256
-    # (small), as published, below them 1e-3
+    # peak; with several values, a grid search with `epochs` selects by median dev score. (): by
+    # encoder width, as published: 5e-5 from 1,024 channels, 1e-4 from 768 (base), 3e-4 from 256
+    # (small); below 256: 1e-3
     learning_rates: tuple[float, ...] = ()
-    epochs: tuple[float, ...] = ()  # (): the task's own, 3; RTE and STS-B 10, SQuAD 2
-    seeds: Changeable[int] = 5  # runs of each setting, with config.seed, config.seed + 1, ...
-    # runs of one setting train at once, as one program: auto (where it is faster) | true | false
+    epochs: tuple[float, ...] = ()  # (): default of the task, 3; RTE and STS-B 10, SQuAD 2
+    seeds: Changeable[int] = 5  # runs per setting, with config.seed, config.seed + 1, ...
+    # train all seeds of a setting in one program (vmap): auto (where it is faster) | true | false
     vectorize_seeds: Changeable[str] = "auto"
-    show_best: Changeable[bool] = False  # the best seed too, which nobody should report alone
-    # from one checkpoint of a run that is under way to the next, 0 is none: what a kill may cost
+    show_best: Changeable[bool] = False  # also print the best seed; do not report it alone
+    # minutes between checkpoints of an unfinished run, the most that a kill loses; 0 is off
     checkpoint_minutes: Changeable[float] = 10.0
-    # keeps the weights of every run: TASK/seed-N is a run's folder
+    # keep the weights of every run: TASK/seed-N is a run's folder
     save_models: Changeable[bool] = True
-    train_rows: int = 0  # of the training set, drawn by config.seed; 0 is all
-    warmup_fraction: float = 0.1  # of the steps, whole ones
-    # Release: of the steps, not rounded: the warm-up of 257 steps ends at 25.7, not at 25.
+    train_rows: int = 0  # training rows, sampled with config.seed; 0 is all
+    warmup_fraction: float = 0.1  # of the steps, rounded down
+    # Release: the fraction is not rounded; the warm-up of 257 steps ends at 25.7, not at 25.
     release_warmup: bool = False
     dropout: float = 0.1  # of encoder and head
-    # the rate of layer i of n is the peak times this to the power of n + 1 - i, of the embeddings
-    # to n + 2; the head has the peak
+    # the learning rate of layer i of n is the peak times layer_decay ** (n + 1 - i), of the
+    # embeddings ** (n + 2); the head uses the peak
     layer_decay: float = 0.8
-    # Release: the loss is the sum over the batch, so that almost every gradient is clipped. False:
-    # the mean.
+    # Release: the loss is the sum over the batch, so almost every gradient is clipped. False: the
+    # mean.
     sum_loss: bool = False
-    # Release: the training set is filled up with empty rows to whole batches, shuffled once and
-    # then read through a buffer of 100 rows. False: every epoch in a new order, no empty rows but
-    # in its last batch.
+    # Release: the training set is padded with empty rows to whole batches, shuffled once and then
+    # read through a shuffle buffer of 100 rows. False: every epoch is reshuffled, and only its last
+    # batch is padded.
     release_batches: bool = False
-    # Release: tasks whose two texts have no order (MRPC, STS-B) train on both orders
+    # Release: tasks with two texts in no order (MRPC, STS-B) train on both orders
     swap_pairs: bool = False
-    # folder of a fine-tuned run or of Hugging Face whose outputs are the targets, "" is none
+    # teacher for distillation: a fine-tuned run or a Hugging Face folder, "" is off
     distill_from: str = ""
     distill_temperature: float = 2.0
-    distill_weight: float = 1.0  # of the teacher's part of the loss; the labels have the rest
+    distill_weight: float = 1.0  # of the teacher loss; the label loss has weight 1 - distill_weight
     # SQuAD
-    query_length: int = 64  # tokens of a question that are kept
-    stride: int = 128  # tokens from one window on a context to the next
-    answer_length: int = 30  # tokens, at most
+    query_length: int = 64  # maximum tokens of a question
+    stride: int = 128  # tokens between the starts of two windows of a context
+    answer_length: int = 30  # maximum tokens
     n_best: int = 20
-    beam: int = 20  # starts, and ends for each (span_beam)
+    beam: int = 20  # start positions, and end positions of each (span_beam)
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputsSection:
-    """What the outputs of a fine-tuned model mean; fine-tuning writes it, no user does."""
+    """Meaning of the outputs of a fine-tuned model. Written by fine-tuning; do not set it."""
 
     task: str = ""
     kind: str = "classification"  # classification | regression | tagging | span
     head: str = "sequence"  # as config.finetune.head, resolved
-    labels: tuple[str, ...] = ("0", "1")  # names, by index of the logit; of regression: one
-    scale: float = 1.0  # of regression: a prediction is the output times this
-    texts: int = 1  # of an example: 1 or 2
-    columns: tuple[str, ...] = ()  # what the files that it learned from call the texts; (): unknown
+    labels: tuple[str, ...] = ("0", "1")  # names, by index of the logit; regression: one
+    scale: float = 1.0  # regression: a prediction is the output times this
+    texts: int = 1  # texts per example: 1 or 2
+    columns: tuple[str, ...] = ()  # text columns of the training files; (): unknown

@@ -1,10 +1,9 @@
-"""Token mixers as a config knows them: their names, what a specification must say, and how one is
-made from the fields of a config.
+"""Registry and interface of token mixers, and their construction from a config.
 
-A mixer stands in a layer where BERT has its self-attention. It is a frozen dataclass beside its
-Flax module, in one file of `models/mixers/` or of anybody's package, which
-`config.model.mixer=PACKAGE.MODULE:CLASS` names. These files load jax, so they are imported when a
-mixer is made, after every other check of a config.
+A mixer replaces BERT's self-attention in a layer. It is a frozen dataclass next to its Flax module,
+in a file of `models/mixers/` or of another package (`config.model.mixer=PACKAGE.MODULE:CLASS`).
+These files load jax, so they are imported only when a mixer is created, after all other checks of a
+config.
 """
 
 import dataclasses
@@ -31,19 +30,19 @@ MIXERS = {
     "separable": "convbert_jax.models.mixers.separable:Separable",
 }
 
-_PLAIN = "convbert_jax.models.mixers.plain"  # makes a mixer of an nnx.Module
+_PLAIN = "convbert_jax.models.mixers.plain"  # wraps an nnx.Module as a mixer
 _SPELLINGS = {"true": True, "false": False}
 _OWN_TYPES = (int, float, bool, str)
 
 
 @dataclasses.dataclass(frozen=True)
 class MixerSettings:
-    """What a config says to the mixer of a stage, of the encoder or of its generator.
+    """Config fields for the mixer of a stage, of the encoder or of its generator.
 
-    `heads * head_size` is the hidden size; how many heads a mixer has of it is its own affair.
+    `heads * head_size` is the hidden size; a mixer may use fewer heads.
     """
 
-    names: Mapping[str, str]  # of these settings, as errors call them: "config.model.heads"
+    names: Mapping[str, str]  # field -> its name in errors, as "config.model.heads"
     mixer: str
     heads: int
     head_size: int
@@ -58,25 +57,25 @@ class MixerSettings:
     release_heads: bool = True  # config.generator.release_heads, in a generator
 
     def all_heads(self) -> int:
-        """The nominal heads, of a mixer whose heads fill the hidden size.
+        """Returns the nominal heads, for mixers whose heads fill the hidden size.
 
         Raises:
-          ConfigError: head_ratio is set where the mixer is, and does nothing.
+          ConfigError: head_ratio is set together with this mixer, although it has no effect.
         """
         ratio, names = self.head_ratio, self.names
         together = names["head_ratio"].rpartition(".")[0] == names["mixer"].rpartition(".")[0]
-        if together and ratio not in (1, 2):  # 2 is the default, nobody set it
+        if together and ratio not in (1, 2):  # 2 is the default, so the user did not set it
             raise ConfigError(
-                f"does nothing with {names['mixer']}={self.mixer}, which has all heads; "
-                "set mixer to bottleneck for heads / head_ratio heads of attention "
-                "alone, or leave head_ratio out.",
+                f"has no effect with {names['mixer']}={self.mixer}, which uses all heads; "
+                "set mixer to bottleneck for attention with heads / head_ratio heads, "
+                "or leave head_ratio out.",
                 field=names["head_ratio"],
                 value=ratio,
             )
         return self.heads
 
     def reduced_heads(self) -> int:
-        """heads / head_ratio; one where fewer heads than that are left, as in the release.
+        """Returns heads / head_ratio, at least one, as in the official code.
 
         Raises:
           ConfigError: head_ratio does not divide the heads.
@@ -87,13 +86,13 @@ class MixerSettings:
             ratio = f"{self.names['head_ratio']}={self.head_ratio}"
             if in_generator:
                 raise ConfigError(
-                    f"leaves the generator {self.heads} heads, which {ratio} does not "
-                    "divide; change config.generator.size.",
+                    f"gives the generator {self.heads} heads, which are not divisible by {ratio}; "
+                    "change config.generator.size.",
                     field="config.generator.size",
                     value=self.generator_size,
                 )
             raise ConfigError(
-                f"is not divisible by {ratio}; attention (and convolution as much) gets "
+                f"is not divisible by {ratio}; attention and convolution each get "
                 "heads / head_ratio heads.",
                 field=self.names["heads"],
                 value=self.heads,
@@ -103,20 +102,19 @@ class MixerSettings:
 
 @runtime_checkable
 class Mixer(Protocol):
-    """What all code but the mixer's own may ask of a mixer; of an `nnx.Module` class
-    `models/mixers/plain.py` makes one.
+    """Interface of a mixer; `models/mixers/plain.py` wraps an `nnx.Module` class in one.
 
-    A frozen dataclass. Fields without a default follow from the config, by `make`; those that are
-    called like a field of config.model mean the same. Fields with a default are the mixer's own,
-    set by config.model.mixer_fields=NAME=VALUE, and of type int, float, bool or str.
+    A frozen dataclass. `make` sets the fields without a default from the config; a field with the
+    name of a field of config.model has the same meaning. Fields with a default are specific to the
+    mixer, set by config.model.mixer_fields=NAME=VALUE, and of type int, float, bool or str.
 
     Attributes:
-      RULES: how its parameters may be divided over devices, `placement.Rules` with patterns
-        that match whole paths below `mixer/`. Without one a parameter is divided as those of all
-        layers are by its last name (kernel, bias, scale, embedding); another name is an error.
-      FAMILIES: of `interop/tables.py` FAMILIES, whose models have this mixer; () is none.
-      NAMES: module below `mixer/` -> (kind of `interop/tables.py` KINDS, Hugging Face's name,
-        TensorFlow's), both inside of one layer.
+      RULES: partition rules of the parameters, `placement.Rules` with patterns that match whole
+        paths below `mixer/`. Other parameters are partitioned by their last name (kernel, bias,
+        scale, embedding) as in all layers; any other name is an error.
+      FAMILIES: model families of `interop/tables.py` FAMILIES with this mixer; () if none.
+      NAMES: module below `mixer/` -> (kind of `interop/tables.py` KINDS, Hugging Face name,
+        TensorFlow name), both relative to a layer.
     """
 
     RULES: ClassVar[Sequence[tuple[str, Any]]]
@@ -125,80 +123,83 @@ class Mixer(Protocol):
 
     @classmethod
     def make(cls, settings: MixerSettings, **own: Any) -> Self:
-        """The mixer that a config describes.
+        """Creates the mixer from the fields of a config.
 
         Args:
-          own: the mixer's own fields that the config sets.
+          own: mixer-specific fields that the config sets.
 
         Raises:
-          ConfigError: it cannot be, in one sentence with the names of `settings.names`.
+          ConfigError: the fields are invalid; the message uses the names in `settings.names`.
         """
         ...
 
     def fields(self, hidden_size: int) -> Mapping[str, Any]:
-        """The way back: fields of config.model, but for `mixer_fields`, that make this mixer; those
-        that are not there have no effect on it.
+        """Returns the fields of config.model, except `mixer_fields`, that create this mixer.
+
+        Fields that are missing have no effect on the mixer.
 
         Raises:
-          ConfigError: no config makes it.
+          ConfigError: no config creates this mixer.
         """
         ...
 
     def module(self, hidden_size: int, initializers, rngs, causal: bool = False):
-        """The Flax module: (x [B, L, C], segment_ids [B, L], key, capture) -> [B, L, C]; the
-        latter two may be None (`models/capture.py`).
+        """Creates the Flax module: (x [B, L, C], segment_ids [B, L], key, capture) -> [B, L, C].
 
-        A causal one reads nothing behind a position, and makes rows one position at a time:
+        `key` and `capture` (`models/capture.py`) may be None.
 
-            state = module.start(rows, length, dtype, copies)  # of up to `length` positions
+        A causal module reads no later positions and supports incremental decoding, which returns
+        the same outputs as the full row:
+
+            state = module.start(rows, length, dtype, copies)  # for up to `length` positions
             out, state = module.step(x, state, places)  # x, out [R, 1, C], places 0, 1, ... [R]
 
-        which is what it gives out for the row as a whole. What is given of rows is read at once,
+        A prompt is processed at once:
 
             out, state = module.prefill(x, segment_ids, length, copies)  # x, out [B, P, C]
 
-        with padding, segment 0, in front of shorter ones, which is never read; the state is of
-        B x `copies` rows. A beam search puts its rows, `copies` of each text side by side, in
-        another order: the state is a pytree of arrays with an axis of rows first, or of what has
-        their `take(rows, axis=0)`.
+        Shorter prompts are left-padded with segment 0, which is never read; the state has
+        B x `copies` rows. Beam search stores `copies` adjacent rows (beams) per text and reorders
+        them: the leaves of the state are arrays with rows as the first axis, or objects with
+        `take(rows, axis=0)`.
 
         Args:
           initializers: `models.layers.Initializers`.
-          causal: given where it is to be true; a mixer that cannot be leaves it out, and
-            `check_causal` refuses it in a decoder.
+          causal: passed only if true; mixers without a causal form omit this argument, and
+            `check_causal` rejects them in a decoder.
         """
         ...
 
     def products(self, hidden_size: int, length: int) -> float:
-        """FLOPs of matrix products of a forward pass, per token of a row of `length`, or NaN."""
+        """Matmul FLOPs of a forward pass, per token of a row of `length` tokens, or NaN."""
         ...
 
     def elementwise(self, hidden_size: int, length: int) -> float:
-        """The other FLOPs, as the paper counts them, with the weights of `models/costs.py`."""
+        """Other FLOPs per token, counted as in the paper, with the weights of `models/costs.py`."""
         ...
 
     @property
     def reads_padding(self) -> bool:
-        """Whether what follows the last token, padding or another document, changes outputs."""
+        """Whether padding or another document after the last token changes the outputs."""
         ...
 
     def inexpressible(self, form: str, hidden_size: int) -> str:
-        """Why other software cannot compute it, and the way out; "" if it can.
+        """Returns why a format cannot represent the mixer, and the fix; "" if it can.
 
         Args:
-          form: "huggingface", its classes, or "tensorflow1", the official code.
+          form: "huggingface" (classes of transformers) or "tensorflow1" (the official code).
         """
         ...
 
 
 def make_mixer(settings: MixerSettings, own: Sequence[str]) -> Mixer:
-    """The mixer of a stage.
+    """Creates the mixer of a stage.
 
     Args:
       own: config.model.mixer_fields.
 
     Raises:
-      ConfigError: nobody knows the name, it names no mixer, or its fields cannot work.
+      ConfigError: the name is unknown or not a mixer, or its fields are invalid.
     """
     name = f"{settings.names['mixer']}={settings.mixer}"
     cls = find(settings.mixer, settings.names["mixer"])
@@ -210,35 +211,36 @@ def make_mixer(settings: MixerSettings, own: Sequence[str]) -> Mixer:
         raise
     except Exception as error:
         why = plugins.first_line(error)
-        raise PluginError(f"{name} cannot be made ({why}); mend its make.") from error
+        raise PluginError(f"{name} cannot be created ({why}); fix its method make.") from error
     if not isinstance(made, cls):
         raise PluginError(
-            f"{name} makes a {type(made).__name__}, not itself; see convbert_jax/config/mixers.py."
+            f"{name}: make returns a {type(made).__name__}, not an instance of its class; "
+            "see convbert_jax/config/mixers.py."
         )
     return made
 
 
 def check_causal(mixer: Mixer, name: str) -> None:
-    """Refuses a mixer that cannot stand in a decoder.
+    """Checks that a mixer can be used in a decoder.
 
     Args:
-      name: the field and its value, as the error calls it.
+      name: field and value for the error message.
 
     Raises:
-      PluginError: its module has no causal form.
+      PluginError: the module has no causal form.
     """
     if "causal" not in inspect.signature(type(mixer).module).parameters:
         raise PluginError(
-            f"{name} has no causal form, which a decoder needs: its module takes no argument "
-            "causal; take another mixer, or see convbert_jax/config/mixers.py."
+            f"{name} cannot be used in a decoder: its method module has no argument causal. "
+            "Choose another mixer, or see convbert_jax/config/mixers.py."
         )
 
 
 def check_name(name: str, field: str) -> None:
-    """Refuses a name that is neither in MIXERS nor MODULE:CLASS; imports nothing.
+    """Checks, without imports, that a name is in MIXERS or has the form MODULE:CLASS.
 
     Raises:
-      ConfigError: with the nearest name.
+      ConfigError: it does not; the message suggests the nearest name.
     """
     if ":" not in name:
         choices = (*MIXERS, "PACKAGE.MODULE:CLASS")
@@ -246,15 +248,15 @@ def check_name(name: str, field: str) -> None:
 
 
 def find(name: str, field: str = "config.model.mixer") -> type[Mixer]:
-    """Returns the class of a mixer, by its name in MIXERS or by MODULE:CLASS.
+    """Returns the class of a mixer by its name in MIXERS or by MODULE:CLASS.
 
     Raises:
-      PluginError: the user did not name it, it cannot be imported, or it is not a mixer.
+      PluginError: the user did not allow it, it cannot be imported, or it is not a mixer.
       ConfigError: the name is unknown.
     """
     check_name(name, field)
     if name not in MIXERS:
-        plugins.check_allowed(name, field)  # also of what is in the cache
+        plugins.check_allowed(name, field)  # outside of the cached function: checked on each call
     return _find(name, field)
 
 
@@ -264,22 +266,23 @@ def _find(name: str, field: str) -> type[Mixer]:
         module, _, attribute = MIXERS[name].partition(":")
         try:
             return getattr(importlib.import_module(module), attribute)
-        except Exception as error:  # what a mixer is built on is broken, as by a variable
+        except Exception as error:  # jax or flax is broken, for example by an environment variable
             raise PluginError(
-                f"cannot be imported ({plugins.first_line(error)}); see what `python -c "
-                "'import jax, flax'` says here.",
+                f"cannot be imported ({plugins.first_line(error)}); check the output of `python -c "
+                "'import jax, flax'`.",
                 field=field,
                 value=name,
             ) from error
     cls = importlib.import_module(_PLAIN).wrap(plugins.load(name, field))
     _check_class(cls, f"{field}={name}")
-    plugins.allow([_place(cls)])  # as `describe` calls it
+    plugins.allow([_place(cls)])  # the name that `describe` returns
     return cls
 
 
 def is_same(first: str, second: str) -> bool:
-    """Whether two names are of one mixer, under which a package may export it twice; names of
-    MIXERS are not, though attention and bottleneck have one class.
+    """Returns whether two names refer to one mixer, which a package may export under two names.
+
+    Two names in MIXERS always differ, although attention and bottleneck share a class.
 
     Raises:
       ConfigError: as `find`.
@@ -288,7 +291,7 @@ def is_same(first: str, second: str) -> bool:
 
 
 def _first_name(name: str) -> Any:
-    """A name of MIXERS, or the class of what is not there."""
+    """Returns the name in MIXERS, or the class of a mixer that is not there."""
     if name in MIXERS:
         return name
     cls = find(name)
@@ -300,10 +303,10 @@ def _place(cls: type) -> str:
 
 
 def describe(mixer: Mixer, hidden_size: int) -> dict[str, Any]:
-    """The fields of config.model that make a mixer, those of its own too.
+    """Returns the fields of config.model that create a mixer, including `mixer_fields`.
 
     Raises:
-      ConfigError: no config makes it.
+      ConfigError: no config creates this mixer.
     """
     cls = type(mixer)
     place = _place(cls)
@@ -317,21 +320,21 @@ def describe(mixer: Mixer, hidden_size: int) -> dict[str, Any]:
 
 
 def nominal_heads(hidden_size: int, head_size: int) -> int:
-    """config.model.heads for heads of `head_size` channels.
+    """Returns config.model.heads for heads of `head_size` channels.
 
     Raises:
-      ConfigError: they do not divide the hidden size.
+      ConfigError: the hidden size is not divisible by `head_size`.
     """
     if hidden_size % head_size:
         raise ConfigError(
-            f"heads of {head_size} channels do not divide a hidden size of {hidden_size}; such an "
-            "encoder cannot be put into a run."
+            f"a hidden size of {hidden_size} is not divisible by the head size {head_size}; a "
+            "config cannot describe this encoder."
         )
     return hidden_size // head_size
 
 
 def change(mixer: Mixer, **fields: Any) -> Mixer:
-    """`mixer` with those of `fields` changed that it takes from the config; its own stay."""
+    """Returns `mixer` with `fields` replaced, except mixer-specific fields and unknown ones."""
     has = {field.name for field in dataclasses.fields(mixer)} - {f.name for f in _own(type(mixer))}
     return dataclasses.replace(
         mixer, **{name: value for name, value in fields.items() if name in has}
@@ -339,7 +342,7 @@ def change(mixer: Mixer, **fields: Any) -> Mixer:
 
 
 def _check_class(cls: Any, name: str) -> None:
-    """Raises PluginError for what is no `Mixer`, as far as its class tells."""
+    """Raises PluginError if the class does not have the interface of `Mixer`."""
     kept = isinstance(cls, type) and dataclasses.is_dataclass(cls)
     has = {field.name for field in dataclasses.fields(cls)} if kept else set()
     lacks = [asked for asked in _required() if asked not in has and not hasattr(cls, asked)]
@@ -347,19 +350,19 @@ def _check_class(cls: Any, name: str) -> None:
         lacks.append("dataclasses.dataclass(frozen=True)")
     if lacks:
         raise PluginError(
-            f"{name} is no mixer, it lacks {', '.join(lacks)}; see convbert_jax/config/mixers.py."
+            f"{name} is not a mixer: missing {', '.join(lacks)}. See convbert_jax/config/mixers.py."
         )
     try:
         types = typing.get_type_hints(cls)
     except Exception as error:
         why = plugins.first_line(error)
-        raise PluginError(f"{name} has a type that is not there ({why}).") from error
+        raise PluginError(f"{name} has an undefined type annotation ({why}).") from error
     for field in _own(cls):
         if types[field.name] not in _OWN_TYPES or field.default is dataclasses.MISSING:
             raise PluginError(
-                f"{name} has the field {field.name} of its own, of type "
-                f"{getattr(types[field.name], '__name__', types[field.name])}; make it an int, "
-                "float, bool or str with a default."
+                f"{name}: mixer-specific field {field.name} has type "
+                f"{getattr(types[field.name], '__name__', types[field.name])}; use int, float, "
+                "bool or str with a default."
             )
 
 
@@ -379,14 +382,14 @@ def _parse_own(cls, texts: Sequence[str], field: str, mixer: str) -> dict[str, A
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not equals or name not in types:
-            has = f"its fields are {', '.join(types)}" if types else "it has no fields of its own"
+            has = f"its fields are {', '.join(types)}" if types else "it has no specific fields"
             raise PluginError(
-                f"is no field of the mixer {mixer}; {has}; write NAME=VALUE.",
+                f"is not a field of the mixer {mixer}; {has}. Write NAME=VALUE.",
                 field=field,
                 value=text,
             )
         if name in values:
-            raise ConfigError(f"names {name} twice; leave one out.", field=field)
+            raise ConfigError(f"sets {name} twice; remove one.", field=field)
         values[name] = _parse(value, types[name], f"{field}={text}")
     return values
 

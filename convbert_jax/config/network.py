@@ -1,6 +1,4 @@
-"""What the model code is built from, and how it follows from the sections: a config of layers,
-stages and encoders that no user writes.
-"""
+"""Configs of layers, stages and encoders for the model code, derived from the config sections."""
 
 import dataclasses
 import itertools
@@ -9,15 +7,13 @@ from collections.abc import Mapping
 from convbert_jax.config.mixers import Mixer, MixerSettings, make_mixer
 from convbert_jax.config.sections import GeneratorSection, ModelSection, StageSection
 
-# Fields of config.model that may be a schedule, one number for each layer, in config.model.NAMEs.
+# Fields of config.model that config.model.NAMEs can set for each layer.
 SCHEDULED = ("kernel_size", "dilation")
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """One layer: a token mixer and a feed-forward block, in the form of the encoders of BERT unless
-    something else is said.
-    """
+    """One layer: a token mixer and a feed-forward block. The defaults are those of BERT."""
 
     hidden_size: int
     mixer: Mixer
@@ -27,12 +23,11 @@ class LayerConfig:
     layer_norm_epsilon: float
     initializers: str
     initializer_range: float
-    norm: str = "post"  # layer norm behind each residual sum, or "pre", before what is added
-    # in the feed-forward block, or another of sequences.sections.ACTIVATIONS
-    activation: str = "gelu"
+    norm: str = "post"  # layer norm after each residual sum, or "pre", before each sublayer
+    activation: str = "gelu"  # of the feed-forward block; see sequences.sections.ACTIVATIONS
     normalization: str = "layer"  # or "rms"
-    biases: bool = True  # of feed-forward blocks, and in a decoder of the attention to the source
-    activation_dropout: float = 0.0  # inside of feed-forward blocks
+    biases: bool = True  # in feed-forward blocks, and in the cross-attention of a decoder
+    activation_dropout: float = 0.0  # inside feed-forward blocks
 
     @property
     def gated(self) -> bool:
@@ -42,7 +37,7 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class StageConfig:
-    """`depth` identical layers, their parameters stacked and run by one `lax.scan`."""
+    """`depth` identical layers with stacked parameters, executed by one `lax.scan`."""
 
     depth: int
     layer: LayerConfig
@@ -50,7 +45,7 @@ class StageConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingsConfig:
-    """Word + position + segment-type tables and their layer norm, at `size` channels."""
+    """Word, position and segment-type tables and their layer norm, with `size` channels."""
 
     vocab_size: int
     size: int
@@ -62,7 +57,7 @@ class EmbeddingsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig:
-    """After the embeddings: a projection if the sizes differ, then the stages in order."""
+    """An encoder: a projection of the embeddings if the sizes differ, then the stages in order."""
 
     embedding_size: int
     hidden_size: int
@@ -71,7 +66,7 @@ class EncoderConfig:
     scan_unroll: int
     initializers: str
     initializer_range: float
-    last_dropout: float = 0.0  # behind the last norm of layers of pre-norm
+    last_dropout: float = 0.0  # after the final norm of pre-norm layers
 
     @property
     def depth(self) -> int:
@@ -79,14 +74,12 @@ class EncoderConfig:
 
     @property
     def reads_padding(self) -> bool:
-        """Whether padding, or a document packed behind, changes the outputs of real tokens."""
+        """Whether padding or a following packed document changes the outputs of a document."""
         return any(stage.layer.mixer.reads_padding for stage in self.stages)
 
     @property
     def reads_whole_row(self) -> bool:
-        """Whether some layer shows every token all others: a token then costs more in a longer row,
-        where a convolution's price stays.
-        """
+        """Whether some layer is global. Detected by FLOPs per token that grow with row length."""
 
         def price(length):
             return sum(s.layer.mixer.products(self.hidden_size, length) for s in self.stages)
@@ -96,11 +89,11 @@ class EncoderConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage with nothing left out.
+    """A stage with all fields resolved.
 
     Attributes:
-      place: what an error calls it: "config.model", the only one, or "config.model.stages[1]".
-      names: field of StageSection -> where it was set, "config.model.heads" for one.
+      place: its name in errors: "config.model" if it is the only one, or "config.model.stages[1]".
+      names: field of StageSection -> the config field that set it, as "config.model.heads".
     """
 
     place: str
@@ -110,11 +103,11 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class GeneratorSizes:
-    """Those of a generator of its own: the release's rule, for each stage.
+    """Sizes of a separate generator, by the rule of the official code for each stage.
 
-    Hidden size and heads are cut by config.generator.size and rounded, the feed-forward is four
-    times the hidden size, every stage is config.generator.layers as deep, at least one layer.
-    Mixer, head ratio, kernel size and groups stay.
+    Hidden size and heads are multiplied by config.generator.size and rounded. The feed-forward size
+    is four times the hidden size. The depth of each stage is multiplied by config.generator.layers
+    (at least one layer). Mixer, head ratio, kernel size and groups are kept.
     """
 
     model: ModelSection
@@ -130,7 +123,7 @@ class GeneratorSizes:
         return self.model.embedding_size if tied else self.hidden_size
 
     def heads(self, stage: Stage) -> int:
-        """Nominal heads, which must divide the hidden size."""
+        """Returns the nominal heads, which must divide the hidden size."""
         return max(1, int(stage.sizes.heads * self.generator.size + 1e-9))
 
     def depth(self, stage: Stage) -> int:
@@ -138,11 +131,13 @@ class GeneratorSizes:
 
 
 def list_stages(model: ModelSection, names: Mapping[str, str] | None = None) -> list[Stage]:
-    """Those of config.model.stages, where the other fields of config.model fill the gaps; without
-    any those of its schedules, or the one that these fields describe.
+    """Returns the stages of config.model, with missing fields filled in from config.model.
+
+    Without config.model.stages, layers are grouped by kernel_sizes and dilations, else one stage.
 
     Args:
-      names: of fields without stages that were not set in config.model, see `Stage`.
+      names: `Stage.names` of fields that were set elsewhere than in config.model; only used without
+        config.model.stages.
     """
     fields = [field.name for field in dataclasses.fields(StageSection)]
     flat = StageSection(**{name: getattr(model, name) for name in fields})
@@ -159,7 +154,7 @@ def list_stages(model: ModelSection, names: Mapping[str, str] | None = None) -> 
         place = f"config.model.stages[{i}]"
         given = {name for name in fields if getattr(section, name)}
         if section.mixer not in ("", model.mixer):
-            given.add("mixer_fields")  # those of config.model are of another mixer
+            given.add("mixer_fields")  # config.model.mixer_fields is for another mixer
         gaps = {name: getattr(flat, name) for name in fields if name not in given}
         names = of_model | {name: f"{place}.{name}" for name in given}
         stages.append(Stage(place, names, dataclasses.replace(section, **gaps)))
@@ -167,13 +162,13 @@ def list_stages(model: ModelSection, names: Mapping[str, str] | None = None) -> 
 
 
 def schedules(model: ModelSection) -> dict[str, tuple[int, ...]]:
-    """Field of SCHEDULED -> its number for each layer, where layers have not all the same."""
+    """Returns field of SCHEDULED -> its value for each layer, for fields that are set per layer."""
     found = zip(SCHEDULED, (model.kernel_sizes, model.dilations), strict=True)
     return {name: numbers for name, numbers in found if numbers}
 
 
 def _cut(model: ModelSection) -> list[dict[str, int]]:
-    """Fields of the stages that schedules make: as many layers in a row as have equal numbers."""
+    """Groups consecutive layers with equal values into stages; returns the fields of each."""
     found = schedules(model)
     if not found:
         return [{}]
@@ -185,11 +180,13 @@ def _cut(model: ModelSection) -> list[dict[str, int]]:
 
 
 def idle_fields(model: ModelSection, names: Mapping[str, str] | None = None) -> list[str]:
-    """Fields of config.model without effect: each stage has another value, or its mixer reads none.
-    Of one that only few mixers read, no word if nothing was asked for.
+    """Returns the fields of config.model without effect.
+
+    A field has no effect if every stage overrides it or has a mixer that does not use it.
+    head_ratio and dilation, which few mixers use, are listed only if they differ from the default.
 
     Args:
-      names: as `list_stages` takes them.
+      names: as in `list_stages`.
 
     Raises:
       ConfigError: a mixer is unknown or cannot be made.
@@ -212,10 +209,10 @@ def idle_fields(model: ModelSection, names: Mapping[str, str] | None = None) -> 
 
 
 def derive_encoder(model: ModelSection, names: Mapping[str, str] | None = None) -> EncoderConfig:
-    """The encoder that is kept.
+    """Returns the config of the main encoder.
 
     Args:
-      names: as `list_stages` takes them.
+      names: as in `list_stages`.
 
     Raises:
       ConfigError: a mixer is unknown or cannot be made.
@@ -237,7 +234,11 @@ def derive_encoder(model: ModelSection, names: Mapping[str, str] | None = None) 
 
 
 def derive_generator(model: ModelSection, section: GeneratorSection) -> EncoderConfig:
-    """The encoder of a separate generator, see `GeneratorSizes`; errors as `derive_encoder`."""
+    """Returns the encoder of a separate generator, see `GeneratorSizes`.
+
+    Raises:
+      ConfigError: as `derive_encoder`.
+    """
     sizes = GeneratorSizes(model, section)
     stages = [
         StageConfig(

@@ -1,4 +1,4 @@
-"""Configs from and to nested mappings: ConfigDict, JSON."""
+"""Conversion of configs from and to nested mappings: ConfigDict, JSON."""
 
 import dataclasses
 import difflib
@@ -15,16 +15,16 @@ from convbert_jax.config.sections import AutoBool
 
 
 def to_config_dict(config: Config | None = None):
-    """`config` (default: all defaults) as a locked ConfigDict, for a config file to fill in."""
+    """Returns `config` (default: all defaults) as a locked ConfigDict for a config file."""
     from ml_collections import config_dict
 
     values = dataclasses.asdict(config or Config())
-    # Types are checked by `from_config_dict`: a field may hold a bool or "auto".
+    # Not type-safe, because a field may be a bool or "auto"; `from_config_dict` checks types.
     return config_dict.ConfigDict(values, type_safe=False).lock()
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Plain nested dict of what JSON has, lists too; `from_config_dict` reads it back."""
+    """Returns a nested dict of JSON types (tuples as lists), the inverse of `from_config_dict`."""
 
     def plain(pairs):
         return {key: list(value) if isinstance(value, tuple) else value for key, value in pairs}
@@ -33,8 +33,10 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def decided_by_run(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` of a stored config, without the folder of compiled programs: XLA executes what it
-    reads there, so the user of this machine decides where that is, not the author of a run.
+    """Returns the values of a stored config without `train.compile_cache`.
+
+    XLA executes the programs in that folder, so the user of this machine must choose it, not the
+    author of the run.
     """
     train = values.get("train")
     if not isinstance(train, Mapping):
@@ -43,8 +45,10 @@ def decided_by_run(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_fields(config: Config, leave_out: Collection[str] = ()) -> list[str]:
-    """Every field with its value, a line for each section, but those to `leave_out`: "section" or
-    "section.field".
+    """Returns one line per section with the values of its fields.
+
+    Args:
+      leave_out: "section" or "section.field" to omit.
     """
     sections = {name: value for name, value in to_dict(config).items() if name not in leave_out}
     top = {name: value for name, value in sections.items() if not isinstance(value, dict)}
@@ -61,15 +65,15 @@ def describe_fields(config: Config, leave_out: Collection[str] = ()) -> list[str
 
 
 def from_config_dict(values: Mapping[str, Any], *, check: bool = True) -> Config:
-    """Reads and checks a config.
+    """Reads and validates a config.
 
     Args:
       values: nested mapping with the sections of `Config`; missing fields take their defaults.
-      check: False for a part of one: names and types are checked, not what they say together.
+      check: False for a partial config: names and types are checked, but not combinations.
 
     Raises:
-      ConfigError: an unknown field (the nearest name is offered), a value of the wrong type, or
-      values that cannot work together.
+      ConfigError: a field does not exist (the nearest name is suggested), a value has the wrong
+        type, or values are incompatible.
     """
     config = _from_mapping(Config, values, path="")
     if check:
@@ -78,8 +82,8 @@ def from_config_dict(values: Mapping[str, Any], *, check: bool = True) -> Config
 
 
 def to_text(value: Any) -> str:
-    """A value of a field as an override has it, `a,b` for a list; one as JSON whose parts are
-    sections, or texts that `a,b` would change.
+    """Formats a value as in an override: lists as `a,b`, or as JSON if they contain sections or
+    texts that `a,b` cannot represent.
     """
     if isinstance(value, tuple) and not all(_is_plain(part) for part in value):
         return json.dumps([_given(part) for part in value], ensure_ascii=False)
@@ -94,8 +98,9 @@ def _is_plain(part) -> bool:
 
 
 def _given(section) -> Any:
-    """What differs from the defaults of a section, and its first field; as it is if it is read
-    already from JSON.
+    """Returns the first field of a section and those that differ from their defaults.
+
+    Values that are not sections are returned unchanged.
     """
     if not dataclasses.is_dataclass(section):
         return section
@@ -130,7 +135,7 @@ def _from_mapping(cls, values: Mapping[str, Any], path: str):
 
 
 def _to_type(value, kind, name: str):
-    """`value` as a field of type `kind` holds it; lists, as JSON has them, become tuples."""
+    """Converts `value` to the type of a field; lists, as in JSON, become tuples."""
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(
@@ -154,21 +159,23 @@ def _to_type(value, kind, name: str):
         )
     if kind is str and ("\0" in value or not _is_text(value)):
         raise ConfigError(
-            "is no text that a file can hold; spell it in UTF-8.", field=name, value=value
+            "contains NUL or is not valid Unicode; write it in UTF-8.", field=name, value=value
         )
     return value
 
 
 def _from_item(cls, value, field: str, name: str):
-    """One section of a field that holds several."""
+    """Reads one section of a field with a list of sections."""
     if not hasattr(value, "items"):
         names = ", ".join(field.name for field in dataclasses.fields(cls))
-        raise ConfigError(f"has {value!r}, no object with some of the fields {names}.", field=field)
+        raise ConfigError(
+            f"contains {value!r}; expected an object with fields {names}.", field=field
+        )
     return _from_mapping(cls, value, path=f"{name.removeprefix('config.')}.")
 
 
 def _is_text(value: str) -> bool:
-    """False where half of a surrogate pair is inside: bytes that are not UTF-8, as an argument."""
+    """Returns False for an unpaired surrogate, as in arguments with bytes that are not UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError:

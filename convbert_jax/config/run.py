@@ -1,4 +1,4 @@
-"""One run, whole, and what follows from its fields."""
+"""`Config`: all sections of a run, and values derived from them."""
 
 import dataclasses
 import math
@@ -47,23 +47,23 @@ RECIPES = ("replaced_token", "masked_lm", *OF_CORPUS, *OF_PAIRS, "finetune")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One run, whole."""
+    """All settings of a run."""
 
     name: str = "run"  # workdir defaults to runs/NAME
-    # as given after the colon of --config: default, or what the config file offers, as paper or
-    # bert, a size, a mixer
+    # name after the colon of --config: default, or a variant of the config file, as paper, bert, a
+    # size or a mixer
     variant: str = "default"
-    # replaced_token (ELECTRA) | masked_lm (masked words alone) | finetune. Models that write text:
-    # causal_lm (the next word) and span_corruption (T5) of a corpus; translation, summarization and
-    # text_to_text of pairs, which differ in their scores
+    # replaced_token (ELECTRA) | masked_lm (MLM only) | finetune. Generative models: causal_lm (next
+    # token) and span_corruption (T5) on a corpus; translation, summarization and text_to_text on
+    # pairs, with different metrics
     recipe: str = "replaced_token"
     seed: int = 0
-    # weights that a new run starts from: a run's folder, a Hugging Face folder or a TensorFlow 1
-    # checkpoint; "" starts from random ones
+    # initial weights of a new run: a run's folder, a Hugging Face folder or a TensorFlow 1
+    # checkpoint; "" is random initialization
     init_from: str = ""
-    platform: Changeable[str] = "any"  # stop unless the run finds this: any | cpu | gpu | tpu
-    # auto: bfloat16 on accelerators, float32 on a CPU, where bfloat16 is faster if it has a matrix
-    # unit (Intel's AMX), slower if not. Parameters and optimizer stay float32. Release: float32.
+    platform: Changeable[str] = "any"  # required platform, else stop: any | cpu | gpu | tpu
+    # auto: bfloat16 on accelerators, float32 on CPUs, where bfloat16 is faster only with matrix
+    # instructions (Intel AMX). Parameters and optimizer stay float32. Release: float32.
     compute_dtype: Changeable[str] = "auto"
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     generator: GeneratorSection = dataclasses.field(default_factory=GeneratorSection)
@@ -84,37 +84,37 @@ class Config:
 
     @property
     def embeddings(self) -> EmbeddingsConfig:
-        """Embeddings of the encoder, shared with the generator unless it is untied."""
+        """Embeddings of the encoder, shared with the generator if tied."""
         return self._embeddings(self.model.embedding_size)
 
     @property
     def generator_embeddings(self) -> EmbeddingsConfig:
-        """Embeddings of an untied generator, at its own hidden size as in the release."""
+        """Embeddings of an untied generator, at its own hidden size as in the official code."""
         return self._embeddings(GeneratorSizes(self.model, self.generator).hidden_size)
 
     @property
     def encoder(self) -> EncoderConfig:
-        """The encoder that is kept; ConfigError for a mixer that is unknown or cannot be."""
+        """Main encoder. Raises ConfigError for an unknown or invalid mixer."""
         return derive_encoder(self.model)
 
     @property
     def generator_encoder(self) -> EncoderConfig:
-        """That of a separate generator; ConfigError as `encoder`."""
+        """Encoder of a separate generator. Raises ConfigError as `encoder`."""
         return derive_generator(self.model, self.generator)
 
     @property
     def writes_text(self) -> bool:
-        """Whether the model is one of `config.sequences`."""
+        """Whether the model is generative: a language model or an encoder-decoder."""
         return self.recipe in (*OF_CORPUS, *OF_PAIRS)
 
     @property
     def reads_pairs(self) -> bool:
-        """Whether it learns from config.parallel instead of config.data."""
+        """Whether the training data is pairs (config.parallel), not a corpus (config.data)."""
         return self.recipe in OF_PAIRS
 
     @property
     def vocabularies(self) -> tuple[int, int]:
-        """Words of the source's and the target's vocabulary of a model that writes text."""
+        """Source and target vocabulary sizes of a generative model."""
         source = self.tokenizer.vocab_size
         if not self.reads_pairs or self.sequence.shared_vocabulary:
             return source, source
@@ -122,28 +122,28 @@ class Config:
 
     @property
     def encoder_decoder(self) -> EncoderDecoderConfig:
-        """That of span_corruption and of pairs; ConfigError as `derive_encoder_decoder`."""
+        """Model of span_corruption and pairs. Raises ConfigError as `derive_encoder_decoder`."""
         return derive_encoder_decoder(self.model, self.sequence, *self.vocabularies)
 
     @property
     def language_model(self) -> LanguageModelConfig:
-        """That of causal_lm; ConfigError as `derive_language_model`."""
+        """Model of causal_lm. Raises ConfigError as `derive_language_model`."""
         return derive_language_model(self.model, self.sequence, self.tokenizer.vocab_size)
 
     @property
     def max_predictions(self) -> int:
-        """Most positions masked in a row, as in the release: 19 of 128 at a fraction of 0.15."""
+        """Maximum masked positions per row, as in the official code: 19 of 128 at fraction 0.15."""
         return max(1, int((self.objective.mask_fraction + 0.005) * self.data.length))
 
     @property
     def prediction_slots(self) -> int:
-        """Masked slots M of the static shape: `max_predictions`, rounded up for the hardware."""
+        """Masked slots M per row (static shape): `max_predictions`, rounded up for the hardware."""
         multiple = self.objective.prediction_multiple
         return math.ceil(self.max_predictions / multiple) * multiple
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Widths of the student and the teacher, of what is compared and differs in width."""
+        """Distillation term -> (student width, teacher width), for terms whose widths differ."""
         d, m = self.distillation, self.model
         compared = {
             "hidden": (d.hidden_weight, m.hidden_size, d.teacher_hidden_size),
@@ -157,13 +157,13 @@ class Config:
 
     @property
     def heldout_metrics(self) -> tuple[str, ...]:
-        """What an evaluation measures, by name; none in fine-tuning, whose tasks have their own."""
+        """Names of the metrics of an evaluation; empty in fine-tuning, where tasks define them."""
         names = HELDOUT_METRICS.get(self.recipe, ())
         asked = {
             "release": self.objective.release_metrics,
             "pair": self.objective.sentence_pairs != "none",
             "encoder": self.objective.masked_lm_steps > 0,
-            "word": self.tokenizer.kind != "wordpiece",  # begins one at each sign of punctuation
+            "word": self.tokenizer.kind != "wordpiece",  # it splits words at each punctuation sign
         }
         return tuple(name for name in names if asked.get(name.split("_")[0], True))
 

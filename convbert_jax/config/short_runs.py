@@ -1,4 +1,4 @@
-"""A trial of few steps: the intervals of a config file, made for many steps, are cut to fit."""
+"""Shortens warm-up and intervals of a config for runs with fewer steps than its file."""
 
 import operator
 from collections.abc import Mapping
@@ -8,19 +8,18 @@ from convbert_jax.config.run import Config
 
 
 def fit_to_steps(of_file: Config, given: Mapping[str, Any]) -> dict[str, int]:
-    """What to take for the warm-up and the intervals of a file in a run of fewer steps.
+    """Returns shorter warm-up and intervals for a run with fewer steps than its config file.
 
-    Warm-up: a tenth of the steps, or the share that it has in the file if that is more. Log lines:
-    ten. Evaluations and checkpoints: four, but none sooner than after 100 steps but at the end.
+    Warm-up: a tenth of the steps, or its share of the steps in the file if that is more. Log lines:
+    ten. Evaluations and checkpoints: four, at least 100 steps apart, and one at the end.
 
     Args:
-      of_file: the config as its file has it.
-      given: path -> value, what the user asks for; `train.steps` is what the rest is fitted to,
-        and what is named here is left alone.
+      of_file: the config of the file, without overrides.
+      given: path -> value of the overrides; these fields are not changed.
 
     Returns:
-      path -> value of the fields that do not fit; none if the file's own number of steps is kept
-      or exceeded. It depends on the arguments only, so that a resumed run has the same.
+      path -> value of the fields to change; empty unless `train.steps` is smaller than in the file.
+      The result depends only on the arguments, so a resumed run gets the same values.
     """
     steps = given.get("train.steps", of_file.train.steps)
     recipe = given.get("recipe", of_file.recipe)
