@@ -1,1 +1,1 @@
-"""What a config must satisfy before any long work starts."""
+"""Validation of configs before any long work starts."""

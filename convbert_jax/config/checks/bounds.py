@@ -1,8 +1,8 @@
-"""How small and how large every number of a config may be; what holds between fields is in
-`pretraining.py`, `finetuning.py` and `stages.py`.
+"""Lower and upper bounds of every number in a config.
 
-A lower bound is where the meaning ends. An upper one is far beyond any use, and there so that a
-slip of the finger is a sentence, not a fault of memory or of 32 bits in the middle of a run.
+A lower bound is the smallest meaningful value. An upper bound is far beyond practical values; it
+turns a typing error into a message instead of an out-of-memory or 32-bit overflow error during a
+run.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ from convbert_jax.config.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, with or without the ends; of a tuple, its items."""
+    """An interval from `low` to `high`, closed or open at each end; for tuples, of each item."""
 
     low: float
     high: float
     with_low: bool = True
     with_high: bool = True
-    note: str = ""  # what a special value means
+    note: str = ""  # meaning of a special value
 
     def __contains__(self, value: float) -> bool:
-        """NaN is in no range."""
+        """Returns whether `value` is inside; False for NaN."""
         above = self.low <= value if self.with_low else self.low < value
         return above and (value <= self.high if self.with_high else value < self.high)
 
@@ -37,7 +37,7 @@ _SIZE = 2**20  # of an axis: rows, tokens, devices
 
 _COUNT = Range(1, _INT32)
 _HEADS = Range(1, 1_024)
-_HEADS_OR_MODEL = Range(0, 1_024, note="0 is that of config.model")
+_HEADS_OR_MODEL = Range(0, 1_024, note="0 is the value of config.model")
 _WIDTH = Range(1, 2**18)
 _LENGTH = Range(8, _SIZE, note="[CLS], [SEP] and some text")
 _BATCH = Range(1, _SIZE)
@@ -45,11 +45,11 @@ _SHARE = Range(0.0, 1.0)
 _SHARE_BELOW_1 = Range(0.0, 1.0, with_high=False)
 _SHARE_ABOVE_0 = Range(0.0, 1.0, with_low=False)
 _RATE = Range(0.0, 1e3, with_low=False)
-_EPSILON = Range(1e-30, 1.0)  # less is 0 in float32
+_EPSILON = Range(1e-30, 1.0)  # smaller values may underflow to 0 in float32
 _WEIGHT = Range(0.0, 1e6)
 _TEMPERATURE = Range(1e-4, 1e4)
 _SCALE = Range(1e-6, 1e9)
-_AXIS = Range(-1, _SIZE, note="-1 is all devices left")
+_AXIS = Range(-1, _SIZE, note="-1 is all remaining devices")
 
 BOUNDS = {
     "seed": Range(0, 2**32 - 1),
@@ -78,7 +78,7 @@ BOUNDS = {
     "objective.prediction_multiple": _HEADS,
     "objective.mask_token_fraction": _SHARE,
     "objective.random_token_fraction": _SHARE,
-    "objective.masked_lm_steps": Range(0, _INT32, note="0 is none"),
+    "objective.masked_lm_steps": Range(0, _INT32, note="0 is off"),
     "objective.mean_span": Range(1.0, 1e4),
     "objective.label_smoothing": _SHARE_BELOW_1,
     "objective.temperature": _TEMPERATURE,
@@ -108,7 +108,7 @@ BOUNDS = {
     "sequence.last_dropout": _SHARE_BELOW_1,
     "parallel.heldout_fraction": _SHARE_BELOW_1,
     "parallel.target_vocab_size": Range(0, 2**24, note="0 is tokenizer.vocab_size"),
-    "parallel.max_length": Range(2, 2**14, note="a word and the end mark"),
+    "parallel.max_length": Range(2, 2**14, note="a token and the end token"),
     "parallel.max_ratio": Range(0.0, 1e6, note="0 is any"),
     "parallel.sampling": _SHARE,
     "parallel.batch_tokens": Range(2, _INT32),
@@ -139,16 +139,16 @@ BOUNDS = {
     "train.log_every": _COUNT,
     "train.eval_every": _COUNT,
     "train.eval_rows": Range(0, _INT32, note="0 is all"),
-    "train.spike": Range(0.0, 1e6, note="0 is never"),
+    "train.spike": Range(0.0, 1e6, note="0 is off"),
     "train.rollbacks": Range(0, 1_000),
-    "train.hang_seconds": Range(0, _INT32, note="0 is never"),
+    "train.hang_seconds": Range(0, _INT32, note="0 is off"),
     "train.silence_seconds": Range(10, _INT32),
-    "train.profile_start": Range(0, _INT32, note="0 is never"),
+    "train.profile_start": Range(0, _INT32, note="0 is off"),
     "train.profile_steps": _COUNT,
     "checkpoint.every": _COUNT,
     "checkpoint.keep": _COUNT,
-    "checkpoint.keep_every": Range(0, _INT32, note="0 is none"),
-    "checkpoint.huggingface_every": Range(0, _INT32, note="0 is never"),
+    "checkpoint.keep_every": Range(0, _INT32, note="0 is off"),
+    "checkpoint.huggingface_every": Range(0, _INT32, note="0 is off"),
     "mesh.data": _AXIS,
     "mesh.fsdp": _AXIS,
     "mesh.tensor": _AXIS,
@@ -161,11 +161,11 @@ BOUNDS = {
     "finetune.learning_rates": _RATE,
     "finetune.epochs": Range(0.0, 1e6, with_low=False),
     "finetune.seeds": Range(1, 10_000),
-    "finetune.checkpoint_minutes": Range(0.0, 1e6, note="0 is none"),
+    "finetune.checkpoint_minutes": Range(0.0, 1e6, note="0 is off"),
     "finetune.train_rows": Range(0, _INT32, note="0 is all"),
     "finetune.warmup_fraction": _SHARE_BELOW_1,
     "finetune.dropout": _SHARE_BELOW_1,
-    "finetune.layer_decay": Range(0.0, 1.0, with_low=False, note="1 is none"),
+    "finetune.layer_decay": Range(0.0, 1.0, with_low=False, note="1 is off"),
     "finetune.distill_temperature": _TEMPERATURE,
     "finetune.distill_weight": _SHARE,
     "finetune.query_length": _BATCH,
@@ -180,20 +180,20 @@ BOUNDS = {
 }
 
 
-# Those of an entry of model.stages.
+# Bounds of an entry of model.stages.
 STAGE_BOUNDS = {
     "layers": _HEADS,
     "heads": _HEADS_OR_MODEL,
     "head_ratio": _HEADS_OR_MODEL,
     "kernel_size": _HEADS_OR_MODEL,
     "dilation": _HEADS_OR_MODEL,
-    "ffn_size": Range(0, _WIDTH.high, note="0 is that of config.model"),
+    "ffn_size": Range(0, _WIDTH.high, note="0 is the value of config.model"),
     "ffn_groups": _HEADS_OR_MODEL,
 }
 
 
 def check_bounds(config: Any) -> None:
-    """Raises ConfigError for the first number of a `Config` that is out of its range."""
+    """Raises ConfigError for the first number of a `Config` that is out of bounds."""
     for path, bounds in BOUNDS.items():
         section, _, field = path.rpartition(".")
         value = getattr(getattr(config, section) if section else config, field)
@@ -202,7 +202,7 @@ def check_bounds(config: Any) -> None:
 
 
 def check_number(path: str, value: float, bounds: Range) -> None:
-    """Raises ConfigError for a number of the field `path` that is out of its range."""
+    """Raises ConfigError if the number in the field `path` is out of bounds."""
     if value not in bounds:
         raise ConfigError(f"must be {bounds}.", field=f"config.{path}", value=value)
 

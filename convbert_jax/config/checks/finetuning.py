@@ -1,4 +1,4 @@
-"""What a fine-tuning config must satisfy before any long work starts."""
+"""Validation of fine-tuning configs before any long work starts."""
 
 import re
 
@@ -7,7 +7,7 @@ from convbert_jax.config.errors import ConfigError
 from convbert_jax.config.finetuning import HEADS, KINDS, VECTORIZE
 from convbert_jax.config.run import Config
 
-# kind of task -> heads that it may have
+# kind of task -> supported heads, the default first
 HEADS_OF_KIND = {
     "classification": ("sequence", "first_and_mean", "first_token"),
     "regression": ("sequence", "first_and_mean", "first_token"),
@@ -17,24 +17,24 @@ HEADS_OF_KIND = {
 
 
 def check_finetuning(config: Config) -> None:
-    """Raises ConfigError for the first thing that cannot work."""
+    """Raises ConfigError for the first invalid field."""
     f, outputs = config.finetune, config.outputs
     check(
         not config.distillation.teacher,
-        "teaches in pre-training; in fine-tuning set config.finetune.distill_from.",
+        "is for pre-training; in fine-tuning set config.finetune.distill_from.",
         field="config.distillation.teacher",
         value=config.distillation.teacher,
     )
     check(
         not config.train.tracker,
-        "hears of pre-training; a fine-tuning has WORKDIR/results.jsonl and report.html.",
+        "is for pre-training; fine-tuning writes WORKDIR/results.jsonl and report.html. Unset it.",
         field="config.train.tracker",
         value=config.train.tracker,
     )
     check_encoding("task.encoding", config.task.encoding)
     check(
         re.fullmatch(r"[\w. -]+", config.task.name) is not None,
-        "names a folder; use letters, digits, - and _.",
+        "must be a valid folder name; use letters, digits, - and _.",
         field="config.task.name",
         value=config.task.name,
     )
@@ -49,7 +49,7 @@ def check_finetuning(config: Config) -> None:
     check_choice("finetune.vectorize_seeds", f.vectorize_seeds, VECTORIZE)
     check(
         config.seed + f.seeds <= 2**32,
-        f"and config.finetune.seeds={f.seeds} reach beyond 2**32 - 1; start lower.",
+        f"and config.finetune.seeds={f.seeds} exceed the largest seed, 2**32 - 1; lower the seed.",
         field="config.seed",
         value=config.seed,
     )
@@ -57,26 +57,26 @@ def check_finetuning(config: Config) -> None:
         values = getattr(f, name)
         check(
             len(set(values)) == len(values),
-            "names something twice; leave one out.",
+            "contains a value twice; remove one.",
             field=f"config.finetune.{name}",
             value=values,
         )
     check(
         len(set(f.tasks)) == len(f.tasks),
-        "names a task twice; leave one out.",
+        "contains a task twice; remove one.",
         field="config.finetune.tasks",
         value=f.tasks,
     )
 
 
 def choose_head(head: str, kind: str, task: str, reads_whole_row: bool) -> str:
-    """The head that `config.finetune.head` stands for with a task of this kind.
+    """Resolves `config.finetune.head` for a kind of task.
 
     Args:
-      reads_whole_row: whether [CLS] can know of all tokens, as `EncoderConfig` has it.
+      reads_whole_row: whether [CLS] sees all tokens, `EncoderConfig.reads_whole_row`.
 
     Raises:
-      ConfigError: a head that this kind of task cannot have.
+      ConfigError: this kind of task does not support the head.
     """
     allowed = HEADS_OF_KIND[kind]
     if head == "auto":
@@ -84,7 +84,7 @@ def choose_head(head: str, kind: str, task: str, reads_whole_row: bool) -> str:
         return allowed[0] if whole else "first_and_mean"
     if head not in allowed:
         raise ConfigError(
-            f"is not for the task {task}, a {kind}; set it to auto or {' or '.join(allowed)}.",
+            f"does not support the task {task} ({kind}); set it to auto or {' or '.join(allowed)}.",
             field="config.finetune.head",
             value=head,
         )

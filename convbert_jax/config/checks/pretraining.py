@@ -1,7 +1,6 @@
-"""What a config must satisfy before any long work starts: one rule, one sentence.
+"""Validation of configs before any long work starts.
 
-The device count is checked where devices are known (`training/sharding.py`), the corpus where it is
-read.
+The number of devices is checked in `training/sharding.py`, the corpus when it is read.
 """
 
 import dataclasses
@@ -32,7 +31,7 @@ from convbert_jax.config.sequences.network import decoder_fields
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for the first thing that cannot work."""
+    """Raises ConfigError for the first invalid field."""
     check_bounds(config)
     rules.check_choice("recipe", config.recipe, RECIPES)
     rules.check_choice("platform", config.platform, PLATFORMS)
@@ -50,7 +49,7 @@ def check(config: Config) -> None:
     _check_tokenizer(config)
     check_sequences(config)
     _check_training(config)
-    _check_mixers(config)  # the last one, as it loads jax
+    _check_mixers(config)  # last, because it loads jax
 
 
 def _check_model(config: Config) -> None:
@@ -59,7 +58,7 @@ def _check_model(config: Config) -> None:
     rules.check_choice("model.convolution", m.convolution, ("auto", *CONVOLUTIONS))
     rules.check(
         m.attention in ("auto", "xla", "pallas_tpu") or m.attention_dropout == 0.0,
-        "has no attention dropout; set config.model.attention_dropout=0, or "
+        "does not support attention dropout; set config.model.attention_dropout=0, or "
         "config.model.attention=auto.",
         field="config.model.attention",
         value=m.attention,
@@ -67,9 +66,9 @@ def _check_model(config: Config) -> None:
     rules.check(
         m.attention not in ("splash", "pallas_tpu")
         or config.data.length % 128 == 0
-        or config.recipe == "finetune"  # its lengths are those of buckets, checked by the op
-        or config.writes_text,  # and theirs those of batches
-        "works on multiples of 128 positions, not on "
+        or config.recipe == "finetune"  # the op checks the lengths of buckets
+        or config.writes_text,  # and of batches
+        "needs a row length divisible by 128, but "
         f"config.data.length={config.data.length}; set config.model.attention=auto.",
         field="config.model.attention",
         value=m.attention,
@@ -85,7 +84,7 @@ def _check_model(config: Config) -> None:
         rules.check_choice("generator.kind", g.kind, ("separate", "shared", "uniform"))
         rules.check(
             not g.disentangle_embeddings or (g.kind == "separate" and g.tie_embeddings),
-            "needs a generator of its own on the same embeddings; set "
+            "needs a separate generator with tied embeddings; set "
             "config.generator.kind=separate and tie_embeddings=true, or unset it.",
             field="config.generator.disentangle_embeddings",
             value=True,
@@ -97,7 +96,7 @@ def _check_model(config: Config) -> None:
 def _check_objective(o: ObjectiveSection) -> None:
     rules.check(
         o.mask_token_fraction + o.random_token_fraction <= 1,
-        f"and random_token_fraction={o.random_token_fraction} must add up to at most 1.",
+        f"and random_token_fraction={o.random_token_fraction} must sum to at most 1.",
         field="config.objective.mask_token_fraction",
         value=o.mask_token_fraction,
     )
@@ -113,22 +112,21 @@ def _check_phases(config: Config) -> None:
     first, steps = config.objective.masked_lm_steps, config.train.steps
     rules.check(
         not first or config.recipe == "replaced_token",
-        f"comes before replaced tokens, and all steps of config.recipe='{config.recipe}' "
-        "train on masked words; set it to 0.",
+        f"is for config.recipe='replaced_token', not '{config.recipe}'; set it to 0.",
         field="config.objective.masked_lm_steps",
         value=first,
     )
     rules.check(
         first < steps,
-        f"leaves no step of config.train.steps={steps} for replaced tokens; lower it, or "
-        "take config.recipe=masked_lm.",
+        f"leaves none of config.train.steps={steps} for replaced token detection; lower it, or "
+        "set config.recipe=masked_lm.",
         field="config.objective.masked_lm_steps",
         value=first,
     )
     rules.check(
         not first or config.generator.kind != "shared",
-        "needs a generator beside the encoder, which with config.generator.kind='shared' "
-        "predicts masked words in all steps; set one of the two.",
+        "needs a generator other than the encoder, but with config.generator.kind='shared' the "
+        "encoder predicts masked tokens in all steps; change one of the two.",
         field="config.objective.masked_lm_steps",
         value=first,
     )
@@ -142,7 +140,7 @@ def _check_data(config: Config) -> None:
     rules.check_choice("data.encoding_errors", d.encoding_errors, ("error", "replace", "skip"))
     rules.check(
         d.source != "",
-        "is empty; name a corpus, for example text:corpus/*.txt or docstrings.",
+        "is empty; set a corpus, for example text:corpus/*.txt or docstrings.",
         field="config.data.source",
     )
     rules.check(
@@ -154,19 +152,19 @@ def _check_data(config: Config) -> None:
     )
     rules.check(
         d.layout == "packed" or config.model.types >= 2,
-        "marks two segments and needs config.model.types of at least 2.",
+        "has two segments per row; set config.model.types to at least 2.",
         field="config.data.layout",
         value=d.layout,
     )
     rules.check(
         d.layout == "electra" or not d.release_builder_bug,
-        "belongs to config.data.layout='electra'; set one or unset the other.",
+        "needs config.data.layout='electra'; set it, or unset release_builder_bug.",
         field="config.data.release_builder_bug",
         value=True,
     )
     rules.check(
         d.heldout_fraction > 0 or d.validation_source != "",
-        "leaves nothing to evaluate on; raise it or name config.data.validation_source.",
+        "leaves no text for evaluation; raise it or set config.data.validation_source.",
         field="config.data.heldout_fraction",
         value=0,
     )
@@ -177,19 +175,19 @@ def _check_sentence_pairs(config: Config) -> None:
     rules.check_choice("objective.sentence_pairs", pairs, SENTENCE_PAIRS)
     rules.check(
         pairs == "none" or config.recipe == "masked_lm",
-        f"goes with config.recipe='masked_lm', not with '{config.recipe}'; set one of the two.",
+        f"needs config.recipe='masked_lm', not '{config.recipe}'; change one of the two.",
         field="config.objective.sentence_pairs",
         value=pairs,
     )
     rules.check(
         pairs == "none" or layout == "pairs",
-        "needs rows of pairs; set config.data.layout=pairs.",
+        "needs rows with two texts; set config.data.layout=pairs.",
         field="config.objective.sentence_pairs",
         value=pairs,
     )
     rules.check(
         pairs != "none" or layout != "pairs",
-        "config.data.layout='pairs' makes pairs to be judged; set "
+        "config.data.layout='pairs' needs a sentence-pair objective; set "
         "config.objective.sentence_pairs=next or order, or another layout.",
         field="config.data.layout",
     )
@@ -200,21 +198,21 @@ def _check_tokenizer(config: Config) -> None:
     rules.check_choice("tokenizer.kind", t.kind, TOKENIZERS)
     rules.check(
         t.kind != "pieces" or config.writes_text,
-        "config.tokenizer.kind='pieces' is of models that write text, as fairseq's; an encoder "
-        "needs [CLS] and [SEP] of its own: take sentencepiece or wordpiece.",
+        "config.tokenizer.kind='pieces' is for generative models, as in fairseq; an encoder "
+        "needs [CLS] and [SEP]: set it to sentencepiece or wordpiece.",
         field="config.tokenizer.kind",
     )
     rules.check_choice("tokenizer.algorithm", t.algorithm, ("unigram", "bpe"))
     rules.check_choice("tokenizer.normalization", t.normalization, NORMALIZATIONS)
     rules.check(
         t.kind == "sentencepiece" or t.normalization in ("auto", "identity"),
-        f"needs kind='sentencepiece', not '{t.kind}'; set one of the two.",
+        f"needs kind='sentencepiece', not '{t.kind}'; change one of the two.",
         field="config.tokenizer.normalization",
         value=t.normalization,
     )
     rules.check(
         t.sentinels == 0 or t.vocab_size >= t.sentinels + 17,
-        f"leaves no room for text in config.tokenizer.vocab_size={t.vocab_size}; make it "
+        f"leaves no ids for text in config.tokenizer.vocab_size={t.vocab_size}; set vocab_size to "
         f"{t.sentinels + 17} or more.",
         field="config.tokenizer.sentinels",
         value=t.sentinels,
@@ -230,14 +228,14 @@ def _check_training(config: Config) -> None:
     rules.check_choice("train.gradient_dtype", t.gradient_dtype, GRADIENT_DTYPES)
     rules.check(
         o.decay_to == 0 or o.schedule in ("linear", "cosine"),
-        f"has no effect on config.optimizer.schedule='{o.schedule}'; set it to 0, or take "
+        f"has no effect with config.optimizer.schedule='{o.schedule}'; set it to 0, or schedule to "
         "linear or cosine.",
         field="config.optimizer.decay_to",
         value=o.decay_to,
     )
     rules.check(
         o.schedule != "inverse_sqrt" or o.warmup_steps > 0,
-        "config.optimizer.schedule='inverse_sqrt' falls from the end of the warm-up on; set "
+        "config.optimizer.schedule='inverse_sqrt' decays from the end of the warm-up; set "
         "config.optimizer.warmup_steps above 0.",
         field="config.optimizer.schedule",
     )
@@ -248,7 +246,7 @@ def _check_training(config: Config) -> None:
         value=o.warmup_steps,
     )
     rules.check(
-        config.reads_pairs or t.batch_size % t.accumulation == 0,  # whose batches are made to
+        config.reads_pairs or t.batch_size % t.accumulation == 0,  # batches of pairs are divisible
         f"is not divisible by config.train.accumulation={t.accumulation}.",
         field="config.train.batch_size",
         value=t.batch_size,
@@ -264,7 +262,7 @@ def _check_training(config: Config) -> None:
     )
     rules.check(
         o.release_replicas == 1 or config.recipe != "finetune",
-        "is of pre-training; fine-tuning takes a batch as one, set it to 1.",
+        "is for pre-training; fine-tuning does not split batches. Set it to 1.",
         field="config.optimizer.release_replicas",
         value=o.release_replicas,
     )
@@ -273,48 +271,48 @@ def _check_training(config: Config) -> None:
         rules.check_choice("checkpoint.best_metric", c.best_metric, config.heldout_metrics)
         rules.check(
             not c.best_metric.endswith(("loss", "perplexity")) or c.best_mode == "min",
-            "is best where it is least; set config.checkpoint.best_mode=min.",
+            "is better when lower; set config.checkpoint.best_mode=min.",
             field="config.checkpoint.best_metric",
             value=c.best_metric,
         )
     axes = dataclasses.asdict(mesh)
     rules.check(
         0 not in axes.values() and list(axes.values()).count(-1) <= 1,
-        "needs sizes above 0, and -1 (all devices left) at most once.",
+        "needs sizes above 0, and -1 (all remaining devices) at most once.",
         field="config.mesh",
         value=axes,
     )
 
 
 def _check_mixers(config: Config) -> None:
-    """What only the mixers themselves know."""
+    """Runs the checks that need the mixers."""
     if config.writes_text:
         check_sequence_model(config)
     encoder = config.encoder
     if config.recipe == "replaced_token" and config.generator.kind == "separate":
-        _ = config.generator_encoder  # refused by its mixers
+        _ = config.generator_encoder  # raises ConfigError
     if config.recipe == "finetune" or config.reads_pairs or config.data.layout != "packed":
         return
-    # Whole documents without a mask would flow into each other.
+    # Without a mask, convolutions would mix packed documents.
     remedy = other = "use config.data.layout='electra' with it"
     decoder = ()
-    if config.writes_text:  # which reads whole documents alone
-        remedy, other = "set it to True", "take another mixer"
+    if config.writes_text:  # supports only the layout packed
+        remedy, other = "set it to True", "use another mixer"
     if config.recipe == "span_corruption":
         decoder = config.encoder_decoder.decoder.stages
     for made in () if config.model.mask_convolution else (*encoder.stages, *decoder):
         mixer = made.layer.mixer
         rules.check(
             not (mixer.reads_padding and "mask_convolution" in mixer.fields(encoder.hidden_size)),
-            f"lets packed documents read each other; {remedy}.",
+            f"lets convolutions mix packed documents; {remedy}.",
             field="config.model.mask_convolution",
             value=False,
         )
     for stage, made in zip(list_stages(config.model), encoder.stages, strict=True):
         rules.check(
             not made.layer.mixer.reads_padding,
-            "reads what follows a document, and config.data.layout='packed' puts another "
-            f"one there; {other}.",
+            "reads beyond the end of a document, where config.data.layout='packed' places another "
+            f"document; {other}.",
             field=stage.names["mixer"],
             value=stage.sizes.mixer,
         )

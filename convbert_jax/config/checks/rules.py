@@ -1,4 +1,4 @@
-"""The rules that checks are made of: each raises ConfigError with one sentence."""
+"""Helpers for validation; each raises ConfigError with one sentence."""
 
 import difflib
 from typing import Any
@@ -13,7 +13,7 @@ def check(condition: bool, message: str, **parts: Any) -> None:
 
 
 def check_choice(field: str, value: str, choices) -> None:
-    """Raises ConfigError, with the nearest name, unless `value` is one of `choices`."""
+    """Raises ConfigError, which suggests the nearest name, unless `value` is one of `choices`."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"did you mean '{near[0]}'? Choose" if near else "choose"
@@ -25,20 +25,20 @@ def check_choice(field: str, value: str, choices) -> None:
 
 
 def check_encoding(field: str, value: str) -> None:
-    """Raises ConfigError unless `value` is an encoding whose line end is the single byte "\\n"."""
+    """Raises ConfigError unless `value` is an encoding that decodes the byte "\\n" as line end."""
     try:
         if b"\n".decode(value) == "\n":
             return
     except LookupError:
         raise ConfigError(
-            "is unknown; name an encoding of Python, for example utf-8, cp1252 or gbk.",
+            "is unknown; use an encoding that Python supports, for example utf-8, cp1252 or gbk.",
             field=f"config.{field}",
             value=value,
         ) from None
     except UnicodeDecodeError:
         pass
     raise ConfigError(
-        "writes line ends differently from ASCII and cannot be read; convert the files "
+        "is not supported, because its line ends differ from ASCII; convert the files "
         f"(iconv -f {value} -t UTF-8).",
         field=f"config.{field}",
         value=value,

@@ -1,4 +1,4 @@
-"""What the stages of an encoder and of its generator must satisfy; `mixers.py` has the rest."""
+"""Validation of the stages of an encoder and its generator; mixers check their own fields."""
 
 from collections.abc import Sequence
 
@@ -10,32 +10,32 @@ from convbert_jax.config.sections import GeneratorSection, ModelSection
 
 
 def check_stages(model: ModelSection, others: Sequence[tuple[str, tuple[str, ...]]] = ()) -> None:
-    """Raises ConfigError for the first thing that cannot work.
+    """Raises ConfigError for the first invalid field.
 
     Args:
-      others: mixers that do not stand in these stages, and their fields, as those of a decoder.
+      others: (mixer, mixer_fields) of layers outside of these stages, as in a decoder.
     """
     for i, section in enumerate(model.stages):
         for field, bounds in STAGE_BOUNDS.items():
             check_number(f"model.stages[{i}].{field}", getattr(section, field), bounds)
         check(
             not section.mixer_fields or section.mixer != "",
-            f"config.model.stages[{i}].mixer_fields={','.join(section.mixer_fields)} is of no "
-            f"mixer; name it in config.model.stages[{i}].mixer.",
+            f"config.model.stages[{i}].mixer_fields={','.join(section.mixer_fields)} needs a "
+            f"mixer; set config.model.stages[{i}].mixer.",
             field=f"config.model.stages[{i}",
         )
     check_name(model.mixer, "config.model.mixer")
     for name, numbers in schedules(model).items():
         check(
             not model.stages,
-            f"config.model.{name}s and config.model.stages both say what each layer is; give each "
-            f"of config.model.stages its {name} and empty the other: --config.model.{name}s=",
+            f"config.model.{name}s and config.model.stages both describe the layers; set {name} in "
+            f"each of config.model.stages and clear the other: --config.model.{name}s=",
             field=f"config.model.{name}",
         )
         check(
             len(numbers) == model.layers,
             f"config.model.{name}s has {len(numbers)} numbers, but config.model.layers="
-            f"{model.layers}; give one for each layer.",
+            f"{model.layers}; set one number per layer.",
             field=f"config.model.{name}",
         )
     for stage in list_stages(model):
@@ -62,37 +62,36 @@ def check_stages(model: ModelSection, others: Sequence[tuple[str, tuple[str, ...
     taken += others
     check(
         not model.mixer_fields or (model.mixer, model.mixer_fields) in taken,
-        "is of no stage: each of config.model.stages has another mixer or mixer_fields "
-        "of its own; leave it out.",
+        "is not used: every stage in config.model.stages sets another mixer or its own "
+        "mixer_fields; remove it.",
         field="config.model.mixer_fields",
         value=",".join(model.mixer_fields),
     )
     layers = sum(section.layers for section in model.stages)
     check(
         not model.stages or layers == model.layers,
-        f"has {layers} layers, but config.model.layers={model.layers}; make them the same.",
+        f"has {layers} layers, but config.model.layers={model.layers}; make them equal.",
         field="config.model.stages",
     )
 
 
 def check_generator(model: ModelSection, section: GeneratorSection) -> None:
-    """Raises ConfigError if a generator of its own cannot be cut from these stages."""
+    """Raises ConfigError if the sizes of a separate generator are invalid."""
     derived = GeneratorSizes(model, section)
     hidden = derived.hidden_size
     for stage in list_stages(model):
         heads, groups = derived.heads(stage), stage.sizes.ffn_groups
         check(
             hidden >= heads and hidden % heads == 0,
-            f"gives a generator of {hidden} channels and {heads} heads, which does not "
-            "divide; change config.generator.size.",
+            f"gives the generator {hidden} channels, which are not divisible by its {heads} heads; "
+            "change config.generator.size.",
             field="config.generator.size",
             value=section.size,
         )
         check(
             hidden % groups == 0,
-            f"gives a generator of {hidden} channels, which "
-            f"{stage.names['ffn_groups']}={groups} does not divide; change "
-            "config.generator.size.",
+            f"gives the generator {hidden} channels, which are not divisible by "
+            f"{stage.names['ffn_groups']}={groups}; change config.generator.size.",
             field="config.generator.size",
             value=section.size,
         )

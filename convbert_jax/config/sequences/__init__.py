@@ -1,8 +1,8 @@
-"""Models that write text: encoder-decoders and language models.
+"""Configs of generative models: encoder-decoders and language models.
 
-sections.py  what a user sets, beside config.model
-network.py   what the model code is built from, and how it follows from the sections
-sizes.py     named sizes, published ones and small ones
+sections.py  fields that a user sets, in addition to config.model
+network.py   configs for the model code, derived from the sections
+sizes.py     named model sizes, published and small
 """
 
 from convbert_jax.config.sequences.network import (

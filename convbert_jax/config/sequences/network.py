@@ -1,4 +1,4 @@
-"""What models that write text are built from, and how it follows from the sections."""
+"""Configs of generative models for the model code, derived from the config sections."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,26 +13,24 @@ from convbert_jax.config.sequences.sections import SequenceSection
 
 @dataclasses.dataclass(frozen=True)
 class TokensConfig:
-    """Words and their places, at `size` channels."""
+    """Token and position embeddings with `size` channels."""
 
     vocab_size: int
     size: int
     positions: str  # a value of sections.POSITIONS
-    rows: int  # of the table of learned positions
+    rows: int  # of the learned position table
     dropout: float
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Stages of causal layers; with `source`, each layer attends to a source between its mixer and
-    its feed-forward block.
-    """
+    """Stages of causal layers, with cross-attention after each mixer if `source` is given."""
 
     hidden_size: int
     stages: tuple[StageConfig, ...]
-    source: Mixer | None  # as the mixer `attention` says it
-    last_norm: bool  # behind layers of pre-norm
-    last_dropout: float  # behind that norm
+    source: Mixer | None  # cross-attention, described by the mixer `attention`
+    last_norm: bool  # final norm after pre-norm layers
+    last_dropout: float  # after the final norm
     remat: str
     scan_unroll: int
 
@@ -43,7 +41,7 @@ class DecoderConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModelConfig:
-    """A decoder alone."""
+    """A decoder-only model."""
 
     tokens: TokensConfig
     decoder: DecoderConfig
@@ -52,7 +50,7 @@ class LanguageModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EncoderDecoderConfig:
-    """`source` is `target` where they share a vocabulary, and then a table."""
+    """An encoder-decoder; `source` equals `target` if they share vocabulary and embeddings."""
 
     source: TokensConfig
     target: TokensConfig
@@ -65,11 +63,11 @@ class EncoderDecoderConfig:
 def derive_language_model(
     model: ModelSection, sequence: SequenceSection, vocab_size: int
 ) -> LanguageModelConfig:
-    """The decoder that config.model describes, with a vocabulary.
+    """Returns the decoder-only model that config.model describes.
 
     Raises:
-      ConfigError: a mixer is unknown, cannot be made or has no causal form, or the embeddings are
-        not as wide as the layers.
+      ConfigError: a mixer is unknown, invalid or not causal, or the embeddings and layers have
+        different widths.
     """
     return LanguageModelConfig(
         tokens=_tokens(model, sequence, vocab_size),
@@ -81,16 +79,15 @@ def derive_language_model(
 def derive_encoder_decoder(
     model: ModelSection, sequence: SequenceSection, source_vocab: int, target_vocab: int
 ) -> EncoderDecoderConfig:
-    """The encoder that config.model describes, and the decoder of the two sections.
+    """Returns the encoder of config.model, with the decoder of config.model and config.sequence.
 
     Raises:
-      ConfigError: as `derive_language_model`; or the vocabularies are to be one and are not.
+      ConfigError: as `derive_language_model`, or a shared vocabulary has two sizes.
     """
     if sequence.shared_vocabulary and source_vocab != target_vocab:
         raise ConfigError(
-            f"with {source_vocab} words in the source's vocabulary and {target_vocab} in "
-            "the target's; give both the same, or set "
-            "config.sequence.shared_vocabulary=False.",
+            f"needs equal vocabulary sizes, but the source has {source_vocab} and the target "
+            f"{target_vocab}; make them equal, or set config.sequence.shared_vocabulary=False.",
             field="config.sequence.shared_vocabulary",
             value=True,
         )
@@ -113,7 +110,7 @@ def derive_encoder_decoder(
 
 
 def decoder_fields(model: ModelSection, sequence: SequenceSection) -> dict[str, object]:
-    """Fields of config.model as the decoder has them."""
+    """Returns the fields of config.model with the values of the decoder."""
     other = sequence.decoder_mixer not in ("", model.mixer)
     own_fields = sequence.decoder_mixer_fields
     return {
@@ -127,8 +124,9 @@ def decoder_fields(model: ModelSection, sequence: SequenceSection) -> dict[str, 
 
 
 def idle_fields(model: ModelSection, sequence: SequenceSection) -> list[str]:
-    """`network.idle_fields` of an encoder-decoder: what the decoder does not read either, whose
-    attention to the source reads the heads and whose schedules are its own.
+    """Returns the fields of config.model without effect on encoder and decoder.
+
+    Cross-attention uses `heads`; the decoder has separate kernel_sizes and dilations.
     """
     decoder = dataclasses.replace(model, **decoder_fields(model, sequence))
     idle = {*network.idle_fields(decoder, _decoder_names(sequence)), "kernel_sizes", "dilations"}
@@ -136,7 +134,7 @@ def idle_fields(model: ModelSection, sequence: SequenceSection) -> list[str]:
 
 
 def _decoder_names(sequence: SequenceSection) -> dict[str, str]:
-    """Field of `decoder_fields` -> where it was set, of those that config.sequence sets."""
+    """Returns field of `decoder_fields` -> the field of config.sequence that sets it."""
     of_sequence = {
         "mixer": "decoder_mixer",
         "mixer_fields": "decoder_mixer_fields",
@@ -153,8 +151,7 @@ def _decoder_names(sequence: SequenceSection) -> dict[str, str]:
 def _tokens(model: ModelSection, sequence: SequenceSection, vocab_size: int) -> TokensConfig:
     if model.embedding_size != model.hidden_size:
         raise ConfigError(
-            f"is not config.model.hidden_size={model.hidden_size}, as it must be in a "
-            "model that writes text; make them the same.",
+            f"must equal config.model.hidden_size={model.hidden_size} in a generative model.",
             field="config.model.embedding_size",
             value=model.embedding_size,
         )
@@ -188,7 +185,7 @@ def _decoder(
 
 
 def _stages(encoder: EncoderConfig, sequence: SequenceSection) -> tuple[StageConfig, ...]:
-    """Those of an encoder with the norm, activation and initializers of models that write text."""
+    """Returns the stages of an encoder with norm, activation and initializers of `sequence`."""
     forms = {
         "norm": sequence.norm,
         "normalization": sequence.normalization,
@@ -204,7 +201,7 @@ def _stages(encoder: EncoderConfig, sequence: SequenceSection) -> tuple[StageCon
 
 
 def _source_attention(model: ModelSection) -> Mixer:
-    """Of all heads of config.model."""
+    """Creates the cross-attention, with all heads of config.model."""
     settings = MixerSettings(
         names={
             name: f"config.model.{name}"

@@ -1,8 +1,8 @@
-"""Named sizes of models that write text, each a function of the mixer.
+"""Named sizes of generative models, each a function of the mixer.
 
-Widths, depths, kernel sizes and dropout of LightConv's sizes are those of Wu et al. 2019 and of the
-code published with it; a Transformer (mixer `attention`) has six layers in the encoder where
-convolutions have seven, as there. `t5_base` is the shape of Tay et al. 2021, of T5's base model.
+LightConv sizes use the widths, depths, kernel sizes and dropout of Wu et al. 2019 and their code,
+where a Transformer (mixer `attention`) has six encoder layers and convolutions have seven.
+`t5_base` has the sizes of Tay et al. 2021 and T5 base.
 """
 
 import dataclasses
@@ -15,23 +15,23 @@ Sections = tuple[ModelSection, SequenceSection]
 
 ENCODER_KERNELS = (3, 7, 15, 31, 31, 31, 31)
 DECODER_KERNELS = (3, 7, 15, 31, 31, 31)
-_SAME = ()  # windows of 7 in all layers
+_SAME = ()  # kernel size 7 in all layers
 _GATED = ("dynamic", "light", "dilated")
 
 
 def tiny(mixer: str) -> Sections:
-    """For a CPU: with 8,000 words in one vocabulary about 2.2 million parameters. Windows of 7 in
-    all layers, as in `t5_base`, so that encoder and decoder are a stage each: of growing windows
-    they would be eight, each compiled for each shape of batches. Pre-norm, with which it learns
-    sooner; layers one after the other in the program, which saves a CPU a tenth of a step
-    (benchmarks/RESULTS.md, section 14).
+    """Returns a model for CPUs, about 2.2 million parameters with a shared vocabulary of 8,000.
+
+    All layers have kernel size 7, as in `t5_base`, so encoder and decoder have one stage each;
+    growing kernel sizes would need eight stages, each compiled for every batch shape. Pre-norm
+    trains faster, and unrolled layers run faster on a CPU (benchmarks/RESULTS.md, section 14).
     """
     model = _model(mixer, 128, 256, 4, _SAME, layers=4, dropout=0.3)
     return dataclasses.replace(model, scan_unroll=4), SequenceSection(norm="pre")
 
 
 def iwslt_de_en(mixer: str) -> Sections:
-    """Without the gate in the convolutional block; tables of source, target and output."""
+    """Returns LightConv's IWSLT model: no GLU, separate source, target and output tables."""
     model = _model(mixer, 512, 1024, 4, _encoder_kernels(mixer), dropout=0.3, glu=False)
     return model, SequenceSection(
         decoder_layers=6,
@@ -49,13 +49,15 @@ def wmt_en_de_big(mixer: str) -> Sections:
 
 
 def lm(mixer: str) -> Sections:
-    """A decoder alone, pre-norm."""
+    """Returns a pre-norm decoder-only model."""
     return _model(mixer, 512, 2048, 8, DECODER_KERNELS, dropout=0.1), SequenceSection(norm="pre")
 
 
 def t5_base(mixer: str) -> Sections:
-    """Windows of 7, pre-norm; convolutions have no positions. T5's own are relative, in attention;
-    here they are sinusoidal.
+    """Returns a pre-norm model of the size of T5 base, with kernel size 7.
+
+    Convolutions have no position embeddings; attention has sinusoidal ones instead of T5's relative
+    position biases.
     """
     attends = mixer in ("attention", "bottleneck", "mixed")
     model = _model(mixer, 768, 3072, 12, _SAME, layers=12, dropout=0.1)
@@ -65,7 +67,7 @@ def t5_base(mixer: str) -> Sections:
     )
 
 
-# name -> what config.model and config.sequence are
+# name -> function that returns config.model and config.sequence
 SIZES: dict[str, Callable[[str], Sections]] = {
     "tiny": tiny,
     "iwslt_de_en": iwslt_de_en,
@@ -76,7 +78,7 @@ SIZES: dict[str, Callable[[str], Sections]] = {
 
 
 def _taps(mixer: str, kernels: tuple[int, ...]) -> tuple[int, ...]:
-    """Empty where nothing convolves: layers are then one stage."""
+    """Returns the kernel sizes; empty for mixers without convolution, so layers form one stage."""
     return () if mixer in ("attention", "bottleneck") else kernels
 
 
