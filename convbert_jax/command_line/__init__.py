@@ -1,12 +1,12 @@
-"""What a person types: flags, config files, overrides, and --help.
+"""The command line: flags, config files, overrides, and --help.
 
-request.py       `read` makes one `Request` of a command line, `describe` the text of --help
-flags.py         every flag
+request.py       `read` parses a command line to a `Request`, `describe` returns the text of --help
+flags.py         all flags
 overrides.py     --config.section.field=value
-fields.py        the fields of a config, with the comments of their source
-help_text.py     what --help prints
+fields.py        types and comments of the fields of a config
+help_text.py     text of --help
 
-A fault here is one sentence, found before jax is loaded.
+Errors are one sentence and are raised before jax is loaded.
 """
 
 from convbert_jax.command_line.request import Processes, Request, describe, read

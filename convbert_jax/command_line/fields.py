@@ -1,4 +1,4 @@
-"""The fields of a config, read off its dataclasses: types, values, comments."""
+"""Types and comments of the fields of a config, read from the source of its dataclasses."""
 
 import ast
 import dataclasses
@@ -14,7 +14,7 @@ _TRAILING = re.compile(r"  # (.*)$")
 
 
 def field_types(cls=Config, prefix: str = "") -> dict[str, type]:
-    """Path, as "train.steps", -> type of every field that holds a value."""
+    """Returns path, as "train.steps", -> type of every field that is not a section."""
     types = {}
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
@@ -25,7 +25,7 @@ def field_types(cls=Config, prefix: str = "") -> dict[str, type]:
 
 
 def nearest(path: str, fields: Iterable[str]) -> str | None:
-    """The field that was meant by `path`: of the same name elsewhere, or of one like it."""
+    """Returns the closest field: one with the same name in another section, or a similar name."""
     fields = list(fields)
     leaf = path.rpartition(".")[2]
     by_leaf = {field.rpartition(".")[2]: field for field in reversed(fields)}
@@ -38,7 +38,7 @@ def nearest(path: str, fields: Iterable[str]) -> str | None:
 
 
 def comments(cls=Config, prefix: str = "") -> dict[str, str]:
-    """Path -> what the source says of a field: the comment above it, and the one in its line."""
+    """Returns path -> comment of every field: the lines above it, and the end of its line."""
     lines = inspect.getsource(cls).splitlines()
     kinds = typing.get_type_hints(cls)
     found = {}

@@ -1,4 +1,4 @@
-"""What --help prints: modes and flags; with a config, every field with its comment and value."""
+"""Text of --help: modes and flags; with a config, every field with its comment and value."""
 
 import dataclasses
 import inspect
@@ -18,12 +18,12 @@ _WIDTH = 100
 def describe_program(
     modes: Mapping[str, str], own_flags: Iterable[flags.Flag], known: Sequence[str]
 ) -> str:
-    """Modes, flags and config files."""
+    """Returns the text of --help without a config: modes, flags and config files."""
     rows = [(f"--{flag.name}", f"{flag.help} {_default(flag)}".strip()) for flag in own_flags]
     return "\n".join(
         [
             "python -m convbert_jax.main --config=FILE [--config.SECTION.FIELD=VALUE ...] [flags]",
-            "python -m convbert_jax.main --workdir=RUN     goes on with a run",
+            "python -m convbert_jax.main --workdir=RUN     resumes a run",
             "",
             "--mode=",
             *_table(modes.items()),
@@ -32,15 +32,15 @@ def describe_program(
             *_table(rows),
             "",
             _fill(f"Config files: {', '.join(known)}", 0),
-            "Every field of one, with its comment and value: --config=configs/small.py --help",
+            "All fields of a config, with comment and value: --config=configs/small.py --help",
         ]
     )
 
 
 def describe_config(config: Config, file: str) -> str:
-    """Every field, as the override that gives it its value, and its comment."""
+    """Returns the text of --help with a config: every field as an override, and its comment."""
     said = comments()
-    lines = [f"The fields of {file}, each an override:"]
+    lines = [f"The fields of {file} as overrides:"]
     section = None
     for path in field_types():
         name, _, field = path.rpartition(".")
@@ -56,14 +56,14 @@ def describe_config(config: Config, file: str) -> str:
 
 
 def first_paragraph(cls) -> str:
-    """What the docstring of a section says of it."""
+    """Returns the first paragraph of a section's docstring."""
     if not dataclasses.is_dataclass(cls) or not cls.__doc__:
         return ""
     return " ".join(inspect.cleandoc(cls.__doc__).partition("\n\n")[0].split())
 
 
 def _default(flag: flags.Flag) -> str:
-    """What the help of a flag does not say itself."""
+    """Returns the default of a flag in brackets, if it has one and its help does not mention it."""
     if flag.default in (None, [], "-") or flag.name == "mode":
         return ""
     return f"[{flag.default_as_str}]".replace("'", "")

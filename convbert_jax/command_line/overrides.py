@@ -1,7 +1,7 @@
 """Command-line overrides of config fields, checked against the schema of `config/`.
 
-`100k`, `1e5` and `100_000` are all integers; a list is `a,b,c`, or JSON, which one of sections is;
-a field asked for in the wrong section is answered with the right one.
+`100k`, `1e5` and `100_000` are the same integer. A list is `a,b,c` or JSON; a list of sections is
+JSON. The error for a field in the wrong section suggests the right one.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ _MOST_DIGITS = 40  # of an integer; the bounds of each field are checked later
 
 
 def take(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Takes the `--config.a.b=value` out of command-line arguments.
+    """Separates `--config.a.b=value` from the other command-line arguments.
 
     Returns:
-      path of the field -> value, the last one where a field is named twice; the other arguments.
+      path of a field -> value (the last one if a field is set twice), and the other arguments.
 
     Raises:
-      ConfigError: the field does not exist (the nearest one is named) or the value is not of its
-      type.
+      ConfigError: the field does not exist (the nearest is suggested), or the value has the wrong
+        type.
     """
     types = field_types()
     values, rest = {}, []
@@ -50,12 +50,12 @@ def take(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def to_flags(overrides: Mapping[str, Any]) -> list[str]:
-    """The arguments that `take` reads these overrides from."""
+    """Returns the command-line arguments for these overrides, the inverse of `take`."""
     return [f"--config.{path}={to_text(value)}" for path, value in overrides.items()]
 
 
 def _join_values(arguments: Sequence[str]) -> list[str]:
-    """`--config.a.b value` as `--config.a.b=value`."""
+    """Rewrites `--config.a.b value` to `--config.a.b=value`."""
     joined, rest = [], list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -76,12 +76,12 @@ def _describe_unknown(path: str, types: Mapping[str, type]) -> str:
 
 
 def _parse_json(name: str, value: str) -> tuple:
-    """Sections of a list, which `config` reads."""
+    """Parses a JSON list of sections; `config` validates them."""
     try:
         found = files.parse_json(value or "[]")
     except ValueError as error:
         raise ConfigError(
-            f"is no JSON ({error}); write a list of objects.", field=name, value=value
+            f"is not valid JSON ({error}); write a list of objects.", field=name, value=value
         ) from None
     if not isinstance(found, list):
         raise ConfigError("must be a list of objects.", field=name, value=value)
@@ -89,7 +89,7 @@ def _parse_json(name: str, value: str) -> tuple:
 
 
 def _parse_texts(value: str) -> tuple[str, ...] | None:
-    """A JSON list of texts, for those with a comma in them; None is another spelling of a list."""
+    """Parses a JSON list of texts, which may contain commas; returns None if it is not one."""
     try:
         found = files.parse_json(value)
     except ValueError:
@@ -99,13 +99,13 @@ def _parse_texts(value: str) -> tuple[str, ...] | None:
 
 
 def _inside(value: str, pairs: Sequence[str]) -> str:
-    """`value` without a pair of brackets or quotes around all of it."""
+    """Returns `value` without enclosing brackets or quotes."""
     around = value[:1] + value[-1:]
     return value[1:-1] if len(value) > 1 and around in pairs else value
 
 
 def _parse(name: str, value: str, kind: type):
-    """`value` as a field of type `kind` holds it."""
+    """Converts the text `value` to the type of a field."""
     if typing.get_origin(kind) is tuple and dataclasses.is_dataclass(typing.get_args(kind)[0]):
         return _parse_json(name, value)
     if typing.get_origin(kind) is tuple:
@@ -127,7 +127,7 @@ def _parse(name: str, value: str, kind: type):
     match = _NUMBER.fullmatch(value.strip())
     if not match:
         raise ConfigError(f"must be of type {kind.__name__}.", field=name, value=value)
-    # Decimal: a float has too few digits for a seed, and none for 1e400.
+    # Decimal, because a float cannot represent every seed exactly, and overflows for 1e400.
     number = decimal.Decimal(match[1].replace("_", ""))
     if number.adjusted() > _MOST_DIGITS or len(match[1]) > 10 * _MOST_DIGITS:
         raise ConfigError("is too large.", field=name, value=value[:60])

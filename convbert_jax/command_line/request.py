@@ -1,4 +1,4 @@
-"""What a command line asks for, checked before jax is loaded."""
+"""Parses and validates a command line, before jax is loaded."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from convbert_jax.workdir import Workdir
 
 _HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
 
-# Flags that mean something in some modes only; elsewhere they are a mistake.
+# Flag -> modes that use it; an error in other modes.
 _MODES_OF_FLAG = {
     "verify_steps": ("verify_resume",),
     "format": ("export",),
@@ -39,16 +39,16 @@ _MODES_OF_FLAG = {
     "runner": ("prepare",),
     "runner_options": ("prepare",),
 }
-# Modes that go by the config that the weights bring along.
+# Modes that use the config stored with the weights.
 _WITHOUT_CONFIG = ("export", "predict", "inspect")
-# Modes that need no --config where --workdir has a run.
+# Modes that need no --config if --workdir has a run.
 _OF_A_RUN = ("train", "show", "plan", "prepare", "eval", "verify_resume")
-# Modes of which several processes have no use, and why.
+# Mode without support for several processes -> reason.
 _OF_ONE_PROCESS = {
     "plan": "one process compiles for all hosts",
-    "prepare": "one machine prepares for all; several do with --runner, which finds them by itself",
+    "prepare": "one machine prepares the data for all; use --runner for several machines",
 }
-_OF_DECODING = "decoding."  # how the paths of such fields begin
+_OF_DECODING = "decoding."  # prefix of field paths
 _CACHE = "train.compile_cache"
 
 
@@ -63,17 +63,17 @@ class Processes:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What one command line asks for, checked.
+    """A validated command line.
 
     Attributes:
-      config: None where the mode goes by what the weights bring along, or needs none.
-      given: the fields of the config that an override names, as "train.steps".
-      decoding: fields of config.decoding that an override names, and values, of a model that is
-        used: it goes by its own config besides.
+      config: None if the mode uses the config stored with the weights, or needs none.
+      given: paths of the fields that overrides set, as "train.steps".
+      decoding: fields of config.decoding that overrides set, and values; the other fields are taken
+        from the config stored with the model.
       config_flags: --config, overrides and plug-ins, for another process with the same config.
-      compile_cache: folder of compiled programs, never that of a stored config.
-      multihost: whether this is one of several processes that jax finds by itself.
-      processes: None if it is not one of several by explicit flags.
+      compile_cache: compilation cache folder; never taken from a stored config.
+      multihost: whether this is one of several processes that are detected automatically.
+      processes: None without --coordinator.
     """
 
     mode: str
@@ -106,10 +106,13 @@ class Request:
 
 
 def read(argv: Sequence[str]) -> Request:
-    """Reads a command line, the program's name first.
+    """Reads a command line.
+
+    Args:
+      argv: the name of the program, and its arguments.
 
     Raises:
-      UserError: a flag, a config or a value that cannot be used; one sentence.
+      UserError: a flag, config or value is invalid; one sentence.
     """
     changed = flags.parse(argv)
     _check_flags()
@@ -158,7 +161,7 @@ def read(argv: Sequence[str]) -> Request:
 
 
 def describe(argv: Sequence[str]) -> str | None:
-    """The text that a command line with --help asks for; None for one without.
+    """Returns the text of --help, or None for a command line without --help.
 
     Raises:
       UserError: as `read`.
@@ -189,10 +192,12 @@ def _check_flags() -> None:
         *("beside", "word", "topology", "runner"),
     ):
         if absl_flags.FLAGS[name].value == "":
-            raise ConfigError("is empty; name one, or leave the flag out.", field=f"--{name}")
+            raise ConfigError("is empty; set a value, or leave the flag out.", field=f"--{name}")
     if flags.PRICE.value is not None and not math.isfinite(flags.PRICE.value):
         raise ConfigError(
-            "must be a number from 0, as --price=1.2.", field="--price", value=flags.PRICE.value
+            "must be a finite number from 0, as --price=1.2.",
+            field="--price",
+            value=flags.PRICE.value,
         )
     of_weights = mode in ("export", "inspect")
     if of_weights and flags.SOURCE.value and not flags.OUTPUT.value:
@@ -203,13 +208,13 @@ def _check_flags() -> None:
         for name, flag in (("step", flags.STEP), ("workdir", flags.WORKDIR)):
             if flag.value is not None:
                 raise ConfigError(
-                    "has no effect with --source; name a run with --workdir instead of --source.",
+                    "has no effect with --source; for a run, use --workdir instead of --source.",
                     field=f"--{name}",
                 )
     named = flags.SOURCE.value or flags.WORKDIR.value or flags.CONFIG.value
     if of_weights and not named:
         raise ConfigError(
-            "needs --workdir, the folder of a run, or --source.", field="--mode", value=mode
+            "needs --workdir (the folder of a run) or --source.", field="--mode", value=mode
         )
     if mode in _OF_ONE_PROCESS and (flags.MULTIHOST.value or flags.COORDINATOR.value):
         raise ConfigError(
@@ -218,7 +223,7 @@ def _check_flags() -> None:
         )
     if mode == "plan" and not flags.TOPOLOGY.value:
         raise ConfigError(
-            "is missing; --mode=plan needs one, as v5e:4x4, gpu:h100x8 or cpu.", field="--topology"
+            "is missing; set it for --mode=plan, as v5e:4x4, gpu:h100x8 or cpu.", field="--topology"
         )
     if mode == "import" and not (flags.SOURCE.value and flags.WORKDIR.value):
         raise ConfigError(
@@ -226,7 +231,7 @@ def _check_flags() -> None:
         )
     if mode == "predict" and not flags.WORKDIR.value:
         raise ConfigError(
-            "needs --workdir=MODEL, a fine-tuned model or a run of one that writes text.",
+            "needs --workdir=MODEL, a fine-tuned model or the run of a generative model.",
             field="--mode",
             value="predict",
         )
@@ -239,23 +244,21 @@ def _read_layers() -> tuple[int, ...]:
             "must be whole numbers from 0, as 0,5,11.", field="--layers", value=wrong[0]
         )
     if texts and not flags.WORD.value:
-        raise ConfigError(
-            "has no effect without --word, whose filters it chooses.", field="--layers"
-        )
+        raise ConfigError("has no effect without --word; set the word to plot.", field="--layers")
     return tuple(map(int, texts))
 
 
 def _read_runner_options(changed: Mapping[str, Any]) -> tuple[str, ...]:
-    """Refuses too the field that says how many processes of this machine, where it says nothing."""
+    """Parses --runner_options; also rejects config.data.workers, which a runner does not use."""
     text, runner = flags.RUNNER_OPTIONS.value, flags.RUNNER.value
     if text and not runner:
         raise ConfigError(
-            "has no effect without --runner, whose options it has.", field="--runner_options"
+            "has no effect without --runner; set the runner.", field="--runner_options"
         )
     if runner and "data.workers" in changed:
         raise ConfigError(
-            f"has no effect with --runner={runner}; how many there are is an option of "
-            "its own, as --runner_options=--direct_num_workers=4.",
+            f"has no effect with --runner={runner}; set the number of workers as an option of the "
+            "runner, as --runner_options=--direct_num_workers=4.",
             field="--config.data.workers",
         )
     try:
@@ -263,13 +266,13 @@ def _read_runner_options(changed: Mapping[str, Any]) -> tuple[str, ...]:
     except ValueError as error:
         reason = str(error).lower()
         raise ConfigError(
-            f"is not understood: {reason}.", field="--runner_options", value=text
+            f"cannot be parsed: {reason}.", field="--runner_options", value=text
         ) from None
     for option in options:
         if not option.startswith("--") or option.partition("=")[0] == "--runner":
             raise ConfigError(
-                f"--runner_options: '{option}' is none; write each as --NAME=VALUE, with a space "
-                "between them, and the runner as --runner.",
+                f"--runner_options: '{option}' is not supported; write --NAME=VALUE, separated by "
+                "spaces, and set the runner with --runner.",
                 field="--runner_options",
             )
     return options
@@ -285,19 +288,19 @@ def _read_processes() -> Processes | None:
         return None
     if missing:
         raise ConfigError(
-            "--coordinator, --processes and --process belong together; add "
+            "--coordinator, --processes and --process must be set together; add "
             f"{' and '.join(missing)}.",
             field="--coordinator",
         )
     if flags.MULTIHOST.value:
         raise ConfigError(
-            "finds the processes by itself; leave out --coordinator.", field="--multihost"
+            "detects the processes automatically; leave out --coordinator.", field="--multihost"
         )
     if not re.fullmatch(r"\S+:\d{1,5}", coordinator) or int(coordinator.rpartition(":")[2]) > 65535:
         raise ConfigError("must be HOST:PORT.", field="--coordinator", value=coordinator)
     if index >= count:
         raise ConfigError(
-            f"must be below --processes={count}; the first one is 0.",
+            f"must be below --processes={count}; process indices start at 0.",
             field="--process",
             value=index,
         )
@@ -305,7 +308,7 @@ def _read_processes() -> Processes | None:
 
 
 def _find_config() -> str | None:
-    """What to read the config from; None where the mode needs none."""
+    """Returns the file to read the config from, or None if the mode needs none."""
     mode, file = flags.MODE.value, flags.CONFIG.value
     if mode in _WITHOUT_CONFIG or (file and mode != "eval"):
         return file
@@ -314,7 +317,7 @@ def _find_config() -> str | None:
         return str(of_run) if of_run and of_run.is_file() else None
     if flags.WORKDIR.value and mode in _OF_A_RUN:
         of_run = Workdir(flags.WORKDIR.value).config
-    elif mode == "eval" and file:  # names the run; the config is what the run has kept
+    elif mode == "eval" and file:  # --config only names the run, whose stored config is used
         config = from_config_dict(config_files.load(file), check=False)
         of_run = Workdir(_find_workdir(config)).config
     else:
@@ -323,21 +326,22 @@ def _find_config() -> str | None:
         return str(of_run)
     why = f"--workdir={of_run.parent} holds no run ({of_run.name}: no such file)" if of_run else ""
     if mode == "eval":
-        message = f"{why or '--workdir is missing'}; name the folder of a run."
+        message = f"{why or '--workdir is missing'}; set it to the folder of a run."
         raise ConfigError(message, field="--workdir")
     known = ", ".join(config_files.known_files())
-    message = f"{why and why + '; '}--config is missing; choose one of: {known}."
+    message = f"{why and why + '; '}--config is missing; choose from: {known}."
     raise ConfigError(message, field="--config")
 
 
 def _check_overrides(changed: Mapping[str, Any], file: str | None) -> None:
-    """Refuses overrides where there is no config, or where it is that of the model; a file of
-    --config tells at most where a run is, and the platform.
+    """Rejects overrides if there is no config, or if the mode uses the config of the model.
+
+    In the latter case --config provides only the folder of the run and the platform.
     """
     mode = flags.MODE.value
     if mode == "doctor" and changed and not file:
         raise ConfigError(
-            "has no effect without --config; name the config that it is of.",
+            "has no effect without --config; set the config that it overrides.",
             field=f"--config.{next(iter(changed))}",
         )
     if mode not in _WITHOUT_CONFIG:
@@ -348,38 +352,38 @@ def _check_overrides(changed: Mapping[str, Any], file: str | None) -> None:
     used |= {path for path in changed if any(plugins.named({path: changed[path]}))}
     if mode != "export":
         used.add(_CACHE)
-    if mode == "predict":  # a model that writes text may write otherwise
+    if mode == "predict":  # decoding may differ from the config of the model
         used |= {path for path in changed if path.startswith(_OF_DECODING)}
     if idle := [path for path in changed if path not in used]:
         raise ConfigError(
-            f"has no effect: --mode={mode} goes by the config of the model.",
+            f"has no effect: --mode={mode} uses the config of the model.",
             field=f"--config.{idle[0]}",
         )
 
 
 def _check_recipe(config: Config) -> None:
-    """Refuses what only pre-training has, and one fine-tuned model in place of its run."""
+    """Rejects modes that fine-tuning lacks, and the folder of a single fine-tuned model."""
     mode = flags.MODE.value
     if config.recipe != "finetune" or mode in _WITHOUT_CONFIG:
         return
     if mode == "import":
         raise ConfigError(
-            "makes a pre-training run; fine-tuning starts from the weights as they are: "
+            "creates a pre-training run; fine-tuning reads weights in any format: "
             f"--mode=train --config.init_from={flags.SOURCE.value}.",
             field="--mode",
             value="import",
         )
     if mode == "plan":
         raise ConfigError(
-            "is for one long run; fine-tuning is many short ones, which take one "
-            "machine: --mode=show tells of them.",
+            "is for pre-training; fine-tuning consists of short runs on one machine. Use "
+            "--mode=show.",
             field="--mode",
             value="plan",
         )
     if mode == "eval":
         raise ConfigError(
             "is for pre-training; the scores of a fine-tuning run are in its table.md "
-            "and results.jsonl, and --mode=predict answers new text.",
+            "and results.jsonl. For new text use --mode=predict.",
             field="--mode",
             value="eval",
         )
@@ -387,8 +391,8 @@ def _check_recipe(config: Config) -> None:
         raise ConfigError("is for pre-training.", field="--mode", value=mode)
     if config.outputs.task:
         raise ConfigError(
-            "is one fine-tuned model; name the folder of the whole run to go on, or "
-            "choose --mode=predict or export.",
+            "is a single fine-tuned model; use the folder of the whole run to resume, or "
+            "--mode=predict or export.",
             field="--workdir",
             value=flags.WORKDIR.value,
         )
