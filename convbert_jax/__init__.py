@@ -11,9 +11,10 @@
     convbert_jax.load("runs/pairs").translate("a text")    # a run of config.recipe=translation
     result = convbert_jax.finetune("text:own", workdir="runs/task", **{"init_from": "runs/mine"})
 
-What `python -m convbert_jax.main` does, without its printing and with the same numbers. jax is
-imported by the first call, not by `import convbert_jax`. What the caller can mend is a `UserError`
-of one sentence. `from convbert_jax import console; console.set_up_logging()` shows the log.
+The functions compute the same results as `python -m convbert_jax.main` but print nothing. jax is
+imported by the first call, not by `import convbert_jax`. Errors that the caller can fix are a
+`UserError` of one sentence. `from convbert_jax import console; console.set_up_logging()` shows the
+log.
 """
 
 import os
@@ -42,29 +43,30 @@ def load(
     average: int | None = None,
     trust_remote_code: bool = False,
 ) -> "Model | TextModel":
-    """Reads a model from anywhere, to apply it to texts on the first device that jax finds.
+    """Loads a model for inference on the first device of jax.
 
-    Compiled programs are kept for the next start in ~/.cache/convbert_jax/compile or
-    JAX_COMPILATION_CACHE_DIR, whatever the config of the run says.
+    Compiled programs are cached in ~/.cache/convbert_jax/compile or JAX_COMPILATION_CACHE_DIR,
+    regardless of the config of the run.
 
     Args:
-      path: folder of a pre-training run; of a fine-tuned model (WORKDIR/TASK/seed-N); of a run of a
-        model that writes text, of which a `TextModel` comes back; a Hugging Face folder of
-        ConvBERT, ELECTRA or BERT; or a TensorFlow 1 checkpoint, as model.ckpt-1000000.
-      step: of a run's checkpoint; default the newest that is whole.
-      vocabulary: file of the vocabulary (vocab.txt, tokenizer.json, *.model) of weights that lie
-        without it, as the official TensorFlow checkpoints do.
-      texts: 1 or 2, what a Hugging Face model for sequences reads, where its folder does not say.
-      dtype: "float32" or "bfloat16" of the computation; default config.compute_dtype of a run, else
-        bfloat16 but on CPUs.
-      average: of a model that writes text, how many newest checkpoints to take the mean of; default
+      path: folder of a pre-training run, a fine-tuned model (WORKDIR/TASK/seed-N) or a generative
+        run (returns a `TextModel`); a Hugging Face folder of ConvBERT, ELECTRA or BERT; or a
+        TensorFlow 1 checkpoint, as model.ckpt-1000000.
+      step: step of a run's checkpoint; default the newest complete one.
+      vocabulary: vocabulary file (vocab.txt, tokenizer.json, *.model) for weights without one, as
+        the official TensorFlow checkpoints.
+      texts: 1 or 2, the number of texts per example of a Hugging Face sequence model whose folder
+        does not specify it.
+      dtype: compute dtype, "float32" or "bfloat16"; default config.compute_dtype of a run, else
+        bfloat16 on accelerators and float32 on CPUs.
+      average: for generative models, number of newest checkpoints to average; default
         config.decoding.average of the run.
-      trust_remote_code: import the Python that the config of the run names, as a mixer of your
-        own. It runs with your rights: set this only for code that you have read.
+      trust_remote_code: import custom Python code that the config of the run names, as a mixer. It
+        runs with your permissions: set this only for code that you have reviewed.
 
     Raises:
-      UserError: there is nothing of these, it cannot be read, or it names Python outside of
-        convbert_jax without `trust_remote_code`.
+      UserError: the path is none of these or cannot be read, or its config names Python code
+        outside of convbert_jax without `trust_remote_code`.
 
     >>> model = convbert_jax.load("runs/mine")
     >>> model.encode(["a text", "another"]).shape
@@ -97,19 +99,19 @@ def load_config(
     trust_remote_code: bool = False,
     **changed: Any,
 ) -> "Config":
-    """Reads and checks a config.
+    """Reads and validates a config.
 
     Args:
-      config: as of --config, "configs/tiny.py", "tiny:paper", a file of your own or a run's
-        config.json; or a ConfigDict, a nested dict or a Config to change.
-      trust_remote_code: import what a config.json names, see `load`. Mixers that a Python file, a
-        dict or `changed` names are the caller's own.
-      changed: fields by path, as `**{"train.steps": 50}`, or some of a section, as
-        `train={"steps": 50}`; of a config file with fewer steps the intervals are fitted, as on the
-        command line.
+      config: a value of --config ("configs/tiny.py", "tiny:paper", your own file or a run's
+        config.json), a ConfigDict, a nested dict or a Config.
+      trust_remote_code: import code that a config.json names, see `load`. Not needed for names in a
+        Python file, a dict or `changed`.
+      changed: overrides by path, as `**{"train.steps": 50}`, or by section, as
+        `train={"steps": 50}`. With fewer steps than in the config file, warm-up and intervals are
+        shortened as on the command line.
 
     Raises:
-      UserError: no such file or field, or a config that cannot run.
+      UserError: a file or field does not exist, or the config is invalid.
 
     >>> config = convbert_jax.load_config("tiny", **{"train.steps": 50})
     >>> config.train.steps, config.optimizer.warmup_steps
@@ -129,8 +131,8 @@ def load_config(
     values = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"config={config!r} is none; name a config file, as 'tiny' or 'configs/tiny.py:paper', "
-            "or give a Config, a ConfigDict or a dict of sections."
+            f"config={config!r} is not a config; pass a config file, as 'tiny' or "
+            "'configs/tiny.py:paper', a Config, a ConfigDict or a dict of sections."
         )
     plugins.allow(plugins.named(values))
     return from_config_dict(config_files.change(values, changed))
@@ -143,18 +145,18 @@ def pretrain(
     trust_remote_code: bool = False,
     **changed: Any,
 ) -> "PretrainingResult":
-    """Pre-trains, from where the run in its folder is; what --mode=train does.
+    """Starts or resumes pre-training, as --mode=train.
 
     Args:
-      config: as `load_config` takes it; None goes on with the run in `workdir`.
+      config: as in `load_config`; None resumes the run in `workdir`.
       workdir: folder of the run, default runs/<config.name>.
-      trust_remote_code: import what the configs of `workdir`, of config.init_from and of the
-        teacher name, see `load`.
-      changed: as of `load_config`. Fields that are named here stay, where others follow the
-        vocabulary of tokenizer.path and the sizes of the weights at init_from.
+      trust_remote_code: import code that the configs of `workdir`, config.init_from and the teacher
+        name, see `load`.
+      changed: as in `load_config`. Fields set here are kept; other fields are adapted to the
+        vocabulary of tokenizer.path and the weights of init_from.
 
     Raises:
-      UserError: config, data, weights and folder do not fit together, or the run cannot go on.
+      UserError: config, data, weights and folder are incompatible, or the run cannot continue.
 
     >>> run = convbert_jax.pretrain("tiny", "runs/trial", **small, **{"train.steps": 4})
     >>> run.step, run.metrics[-1]["split"]
@@ -177,17 +179,17 @@ def finetune(
     trust_remote_code: bool = False,
     **changed: Any,
 ) -> "FinetuningResult":
-    """Fine-tunes on labelled tasks, going on from what the folder has; what --mode=train does.
+    """Starts or resumes fine-tuning on labelled tasks, as --mode=train.
 
     Args:
-      config: as `load_config` takes it, "glue:cola" or "text:own" for example; None goes on with
-        the run in `workdir`.
+      config: as in `load_config`, for example "glue:cola" or "text:own"; None resumes the run in
+        `workdir`.
       workdir: folder of the run, default runs/<config.name>.
-      trust_remote_code: as of `pretrain`.
-      changed: as of `pretrain`; `init_from` names the weights.
+      trust_remote_code: as in `pretrain`.
+      changed: as in `pretrain`; `init_from` sets the weights.
 
     Raises:
-      UserError: weights, vocabulary, data and config do not fit together.
+      UserError: weights, vocabulary, data and config are incompatible.
 
     >>> fields = {"init_from": "runs/mine", "task.train": "train.csv", "finetune.seeds": 1}
     >>> result = convbert_jax.finetune("text:own", "runs/task", **fields, **quick)
@@ -205,8 +207,10 @@ def finetune(
 
 
 def _start(config, workdir, changed: Mapping[str, Any]):
-    """(config, folder of the run, paths of the fields that were asked for), and jax told what the
-    config says of devices and compiled programs.
+    """Resolves the arguments of a run, and configures jax's platform and compilation cache.
+
+    Returns:
+      The config, the folder of the run, and the paths of the overridden fields.
     """
     from convbert_jax import config_files
     from convbert_jax.config import ConfigError
@@ -216,7 +220,7 @@ def _start(config, workdir, changed: Mapping[str, Any]):
     changed = config_files.by_path(changed)
     workdir = None if workdir is None else _spell_path("workdir", workdir)
     if config is None and workdir is None:
-        raise ConfigError("neither a config nor the workdir of a run is named; name one of them.")
+        raise ConfigError("config and workdir are both missing; set one of them.")
     if config is None:
         file = Workdir(workdir).config
         if not file.is_file():
@@ -230,10 +234,10 @@ def _start(config, workdir, changed: Mapping[str, Any]):
 
 
 def _spell_path(name: str, path: str | os.PathLike) -> str:
-    """`path` as text; raises UserError for what is no path."""
+    """Converts a path to text; raises UserError if it is not a path."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
-        raise UserError(f"{name}={path!r} is no path; give it as text or as a pathlib.Path.")
+        raise UserError(f"{name}={path!r} is not a path; pass a str or a pathlib.Path.")
     return text
 
 
@@ -241,5 +245,5 @@ def _other_recipe(config, function: str) -> UserError:
     from convbert_jax.config import ConfigError
 
     return ConfigError(
-        f"config.recipe={config.recipe} is for convbert_jax.{function}; call that one."
+        f"config.recipe={config.recipe} is not supported here; call convbert_jax.{function}."
     )

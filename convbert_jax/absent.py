@@ -20,9 +20,7 @@ def told() -> Iterator[None]:
 
 
 def _advice() -> str:
-    """How to get the package: the environment of the launch scripts, if it exists and another one
-    is active, or an installation.
-    """
+    """Returns the fix: activate the checkout's inactive .venv, or install the requirements."""
     environment = _CHECKOUT / ".venv"
     if not (environment / "bin" / "activate").exists() or environment.samefile(sys.prefix):
         return (

@@ -1,8 +1,8 @@
-"""Config files: those that come with the package, the user's own, and the config.json of a run.
+"""Config files: of the package, of the user, and the config.json of a run.
 
-A file is Python whose get_config makes a ConfigDict, or JSON. `configs/NAME.py` is a file below the
-working directory, or else the one of the package, from wherever it is installed; NAME alone is the
-same. In all of them `from configs import variants` finds what the package has.
+A file is JSON, or Python with a function get_config that returns a ConfigDict. `configs/NAME.py`,
+or short NAME, is a file below the working directory, else the one of the installed package. In all
+Python files `from configs import variants` finds the module of the package.
 """
 
 import contextlib
@@ -34,25 +34,26 @@ from convbert_jax.config.checks import plugins
 from convbert_jax.config.checks.sequences import check_asked
 
 _PACKAGE = "configs"
-_OF_CONFIGS, _OF_SWEEPS = "get_config", "get_sweep"  # what a file is asked for
+_OF_CONFIGS, _OF_SWEEPS = "get_config", "get_sweep"  # functions of a Python file
 _HERE = pathlib.Path(__file__).resolve().parent
-_IMPORTING = threading.RLock()  # a config file may load another one
+_IMPORTING = threading.RLock()  # reentrant, because a config file may load another one
 
 
 def make_config(value: str, changed: Mapping[str, Any]) -> Config:
-    """The config of a file with some fields changed; a Python file's intervals are fitted to fewer
-    steps.
+    """Returns the config of a file with overrides.
+
+    With fewer steps than in a Python file, warm-up and intervals are shortened.
 
     Args:
-      value: as `load` takes it.
+      value: as in `load`.
       changed: path of a field, as "train.steps" -> value.
 
     Raises:
-      UserError: as `load`; or the config cannot run.
+      UserError: as `load`, or the config is invalid.
     """
     values = load(value)
-    from_config_dict(change({}, changed), check=False)  # wrong ones by themselves, before any use
-    if value.endswith(".json"):  # of a run: it has what was chosen
+    from_config_dict(change({}, changed), check=False)  # reports invalid overrides first
+    if value.endswith(".json"):  # of a run, whose intervals are kept
         config = from_config_dict(change(values, changed))
         check_asked(config, changed)
         if "train.steps" in changed and config.recipe != "finetune":
@@ -64,7 +65,7 @@ def make_config(value: str, changed: Mapping[str, Any]) -> Config:
     check_asked(config, changed)
     if fitted:
         logging.info(
-            "For %s steps, not the %s of %s: %s. Name any of them to choose it.",
+            "Shortened for %s steps instead of the %s of %s: %s. Set any of them to override.",
             f"{config.train.steps:,}",
             f"{of_file.train.steps:,}",
             value,
@@ -74,8 +75,9 @@ def make_config(value: str, changed: Mapping[str, Any]) -> Config:
 
 
 def by_path(changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields by path, "train.steps", also where they are given as a section, {"train": {"steps":
-    50}}: its other fields stay as they are.
+    """Converts overrides of sections, {"train": {"steps": 50}}, to paths, {"train.steps": 50}.
+
+    Fields that a section does not set are not overridden.
     """
     sections = {name for name, value in vars(Config()).items() if dataclasses.is_dataclass(value)}
     flat = {}
@@ -89,10 +91,13 @@ def by_path(changed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def change(values: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested `values` of a config with some of them replaced, by path.
+    """Returns nested `values` of a config with some fields replaced.
+
+    Args:
+      changed: path of a field -> value.
 
     Raises:
-      ConfigError: a section of `values` is none, or a whole one would be replaced.
+      ConfigError: a section in `values` is not a mapping, or `changed` replaces a whole section.
     """
     result = dict(values)
     for path, value in changed.items():
@@ -100,7 +105,7 @@ def change(values: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, A
         if not section:
             if isinstance(value, Mapping) and isinstance(result.get(field), Mapping):
                 raise ConfigError(
-                    "is a section, whose other fields would be lost; name fields of it, as "
+                    "is a section, whose other fields would be lost; set single fields, as "
                     f"'{field}.{next(iter(value), 'NAME')}'.",
                     field=f"config.{field}",
                 )
@@ -109,21 +114,21 @@ def change(values: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, A
         inside = result.get(section, {})
         if not isinstance(inside, Mapping):
             raise ConfigError(
-                "is a section; it must have fields.", field=f"config.{section}", value=inside
+                "is a section; it must be a mapping.", field=f"config.{section}", value=inside
             )
         result[section] = {**inside, field: value}
     return result
 
 
 def load(value: str) -> dict[str, Any]:
-    """Nested values of a config.
+    """Loads the nested values of a config.
 
     Args:
       value: FILE.py or FILE.py:VARIANT, whose `get_config()` or `get_config(VARIANT)` is called;
         NAME or NAME:VARIANT for configs/NAME.py; or FILE.json.
 
     Raises:
-      UserError: there is no such file, it cannot be read, it raises, or it makes no config.
+      UserError: the file does not exist, cannot be read, raises an error, or returns no config.
     """
     path, variant = _find(value)
     if path.suffix == ".json":
@@ -138,56 +143,56 @@ def load(value: str) -> dict[str, Any]:
     values = made.to_dict() if hasattr(made, "to_dict") else made
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"--config={value}: get_config of {path} returns a {type(made).__name__}; let it "
-            "return a ConfigDict, as the files in configs/ do.",
+            f"--config={value}: get_config of {path} returns a {type(made).__name__}; it must "
+            "return a ConfigDict, as in the files in configs/.",
             field="--config",
             value=value,
         )
-    plugins.allow(plugins.named(values))  # of code that the user named
+    plugins.allow(plugins.named(values))  # the user chose to execute this file
     return dict(values)
 
 
 def load_sweep(value: str) -> Any:
-    """What `get_sweep` of a Python file returns.
+    """Calls `get_sweep` of a Python file and returns the result.
 
     Args:
-      value: FILE.py, FILE.py:VARIANT or NAME:VARIANT, as `load` takes it.
+      value: FILE.py, FILE.py:VARIANT or NAME:VARIANT, as in `load`.
 
     Raises:
-      UserError: there is no such file, it cannot be read, it raises, or it has no sweeps.
+      UserError: the file does not exist, cannot be read, raises an error, or has no sweeps.
     """
     path, variant = _find(value, _OF_SWEEPS)
     if path.suffix == ".json":
         raise ConfigError(
-            f"is one run; name a Python file with {_OF_SWEEPS}.", field="--config", value=value
+            f"is a single run; use a Python file with {_OF_SWEEPS}.", field="--config", value=value
         )
     return _call(value, path, () if variant is None else (variant,), _OF_SWEEPS)
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Nested values of a config.json.
+    """Reads the nested values of a config.json.
 
     Raises:
-      FileNotFoundError: it is not there.
-      DamagedFileError: it is no JSON object.
+      FileNotFoundError: the file does not exist.
+      DamagedFileError: it is not a JSON object.
     """
     remedy = (
-        "restore a copy, or name the config file with --config; change fields on the command line, "
+        "restore a copy, or set --config to the config file; change fields on the command line, "
         "as --config.train.steps=1000"
     )
     return decided_by_run(files.read_json(path, remedy=remedy, fields={}))
 
 
 def choose_workdir(value: str | os.PathLike | None, config: Config | None) -> epath.Path:
-    """The folder of a run: `value`, or runs/NAME of its config.
+    """Returns the folder of a run: `value`, or runs/NAME of its config.
 
     Raises:
-      UserError: it can be none.
+      UserError: the path or name is invalid.
     """
     if not value:
         if config.name in ("", ".", "..") or "/" in config.name:
             raise ConfigError(
-                "is no name of a folder, which runs/NAME needs; name the folder with --workdir.",
+                "is not a valid folder name for runs/NAME; set the folder with --workdir.",
                 field="config.name",
                 value=config.name,
             )
@@ -196,7 +201,7 @@ def choose_workdir(value: str | os.PathLike | None, config: Config | None) -> ep
 
 
 def known_files(function: str = _OF_CONFIGS) -> list[str]:
-    """The files with this function below the working directory and those of the package."""
+    """Returns the config files of the working directory and the package with this function."""
     found = {
         f"{_PACKAGE}/{path.name}"
         for folder in (pathlib.Path(_PACKAGE), _shipped())
@@ -207,15 +212,15 @@ def known_files(function: str = _OF_CONFIGS) -> list[str]:
 
 
 def _shipped() -> pathlib.Path:
-    """The folder of the package's own: inside of an installed one, beside that of a checkout."""
+    """Returns the configs of the package: inside an installed package, next to it in a checkout."""
     inside = _HERE / _PACKAGE
     return inside if inside.is_dir() else _HERE.parent / _PACKAGE
 
 
 def _find(value: str, function: str = _OF_CONFIGS) -> tuple[epath.Path, str | None]:
-    """(file, variant if there is one)."""
+    """Finds the file of a --config value; returns (file, variant or None)."""
     whole = files.to_path(value)
-    if _is_file(whole):  # a colon may be in a path: 2025-01-31T10:30, gs://BUCKET
+    if _is_file(whole):  # a path may contain a colon: 2025-01-31T10:30, gs://BUCKET
         return whole, None
     name, colon, variant = value.partition(":")
     path = files.to_path(name)
@@ -228,7 +233,7 @@ def _find(value: str, function: str = _OF_CONFIGS) -> tuple[epath.Path, str | No
         if _is_file(file):
             return file, variant if colon else None
     raise ConfigError(
-        f"--config={value}: there is no file {path}; known configs: "
+        f"--config={value}: file {path} does not exist; known configs: "
         f"{', '.join(known_files(function))}.",
         field="--config",
         value=value,
@@ -246,11 +251,12 @@ def _is_file(path: epath.Path) -> bool:
 
 @contextlib.contextmanager
 def _configs_importable(path: pathlib.Path) -> Iterator[None]:
-    """Lets the config file `path` import `configs`: for one of the package what is beside it, for
-    another what Python finds by that name, and then the package's.
+    """Context in which the config file `path` can import `configs`.
 
-    Only while it runs, and each time anew: a notebook may have changed what it imports, and other
-    projects have a folder of this name too. One thread at a time: what is imported is of all.
+    Files of the package import the package's `configs`; other files first import a `configs` on
+    sys.path. The modules are reloaded for each file and removed at the end, because a notebook may
+    have edited them and other projects may have a package of this name. A lock is held, because
+    sys.modules is shared between threads.
     """
 
     def take() -> dict[str, types.ModuleType]:
@@ -273,7 +279,7 @@ def _configs_importable(path: pathlib.Path) -> Iterator[None]:
 
 
 def _call(value: str, path: pathlib.Path, arguments: tuple[str, ...], function: str):
-    """What a function of a Python file returns."""
+    """Executes a Python file and calls one of its functions."""
     try:
         code = compile(path.read_bytes(), str(path), "exec")
     except OSError as error:
@@ -282,11 +288,14 @@ def _call(value: str, path: pathlib.Path, arguments: tuple[str, ...], function: 
             field="--config",
             value=value,
         ) from error
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of zeros, of nesting
+    # ValueError: null bytes. RecursionError, MemoryError: deep nesting.
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" at line {error.lineno}" if getattr(error, "lineno", None) else ""
         what = getattr(error, "msg", None) or error
         raise ConfigError(
-            f"--config={value}: {path} is not Python ({what}{line}).", field="--config", value=value
+            f"--config={value}: {path} is not valid Python ({what}{line}).",
+            field="--config",
+            value=value,
         ) from error
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
@@ -313,12 +322,12 @@ def _call(value: str, path: pathlib.Path, arguments: tuple[str, ...], function: 
 
 def _lacks(module: types.ModuleType, function: str) -> str:
     if function == _OF_CONFIGS and hasattr(module, _OF_SWEEPS):
-        return "is a table of many runs; start it with python launch/sweep.py"
-    return f"has no function {function}; take one of: {', '.join(known_files(function))}"
+        return "is a sweep; start it with python launch/sweep.py"
+    return f"has no function {function}; choose from: {', '.join(known_files(function))}"
 
 
 def _line(error: BaseException, path: pathlib.Path) -> str:
-    """The innermost line of `path` that an error came through."""
+    """Returns " line N", the innermost line of `path` in the traceback, or ""."""
     found, trace = "", error.__traceback__
     while trace:
         if trace.tb_frame.f_code.co_filename == str(path):
@@ -328,7 +337,7 @@ def _line(error: BaseException, path: pathlib.Path) -> str:
 
 
 def _tell_intervals(config: Config, file: str, changed: Mapping[str, Any]) -> None:
-    """Those of a trial would be a poor choice for the long run that it becomes."""
+    """Logs which intervals are kept, because those of a trial may not suit a long run."""
     paths = ("optimizer.warmup_steps", "train.log_every", "train.eval_every", "checkpoint.every")
     kept = [
         f"config.{path}={operator.attrgetter(path)(config)}"
@@ -337,7 +346,7 @@ def _tell_intervals(config: Config, file: str, changed: Mapping[str, Any]) -> No
     ]
     if kept:
         logging.info(
-            "As in %s: %s. Name any of them, or the config file, to change it.",
+            "Kept from %s: %s. Set any of them, or use the config file, to change it.",
             file,
             ", ".join(kept),
         )

@@ -1,4 +1,4 @@
-"""What a person sees: short log lines above the progress bars, and one line for an error."""
+"""Terminal output: short log lines above the progress bars, and one line for an error."""
 
 import logging as python_logging
 import pathlib
@@ -12,7 +12,7 @@ _PACKAGE = str(pathlib.Path(__file__).resolve().parent)
 
 
 def set_up_logging() -> None:
-    """Our own lines as `12:30:05 message`; of other libraries only warnings and errors, named."""
+    """Logs as `12:30:05 message`; of other libraries only warnings and errors, with their name."""
     root = python_logging.getLogger()
     for handler in root.handlers[:]:
         if handler is logging.get_absl_handler() or isinstance(handler, _AboveBars):
@@ -22,7 +22,7 @@ def set_up_logging() -> None:
 
 
 def make_handler() -> python_logging.Handler:
-    """What writes a record to standard error, in our format."""
+    """Returns a handler that writes log records to standard error in this format."""
     handler = _AboveBars()
     handler.setFormatter(_Formatter())
     handler.addFilter(_is_ours_or_serious)
@@ -40,7 +40,7 @@ def _is_ours_or_serious(record: python_logging.LogRecord) -> bool:
 
 
 class _AboveBars(python_logging.StreamHandler):
-    """Takes the progress bars away for the time of a line, and draws them again below it."""
+    """A handler that clears the progress bars, writes a line, and redraws the bars below it."""
 
     def emit(self, record: python_logging.LogRecord) -> None:
         with tqdm.tqdm.external_write_mode(self.stream):

@@ -1,8 +1,8 @@
 """Reads and writes the package's own files: configs, settings, records, metrics, results.
 
-Damage is reported in one sentence, a kill leaves no half-written file, and nothing is written
-through a symbolic link. A path may be in a bucket (gs://, an `etils.epath`), which has no locks,
-renames or appending; a file appears there when it is complete.
+Errors in files are reported in one sentence, writes are atomic, and symbolic links are not
+followed. A path may be in a bucket (gs://, an `etils.epath`), which has no locks, renames or
+appending; a file appears there when it is complete.
 """
 
 import atexit
@@ -27,18 +27,18 @@ from etils import epath
 from convbert_jax import links
 from convbert_jax.config import UserError
 
-# Scheme -> package that `epath` reads and writes it with, where there is no TensorFlow. Of
-# others, as s3, Orbax does not mark the checkpoints that are whole: half of one would count as one.
+# Scheme -> package that `epath` uses without TensorFlow. Other schemes, as s3, are not supported,
+# because Orbax does not mark complete checkpoints there, so partial ones would be restored.
 _BUCKETS = {"gs": "gcsfs"}
-# What a field may be: a type, several, or an object with fields of its own.
+# Allowed types of a JSON field: one type, several, or the fields of an object.
 Kinds = type | tuple[type, ...] | Mapping[str, Any]
 CHECKSUM = "crc32"  # key of `seal`
 _SEND_EVERY = 60.0  # seconds between two writes of `Lines` into a bucket
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped half of a pair
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped surrogate
 
 
 def to_path(name: epath.PathLike) -> epath.Path:
-    """Returns a path on a disk, with "~" replaced, or in a bucket.
+    """Returns a local path, with "~" replaced, or a path in a bucket.
 
     Raises:
       UserError: the bucket is not supported, or the name is not UTF-8; and as `expand`.
@@ -57,7 +57,7 @@ def to_path(name: epath.PathLike) -> epath.Path:
         return path
     if scheme not in _BUCKETS:
         known = ", ".join(f"{scheme}://" for scheme in _BUCKETS)
-        raise UserError(f"{name} is no path; a bucket's begins with one of {known}.")
+        raise UserError(f"{name} is not a supported path; buckets start with one of {known}.")
     package = _BUCKETS[scheme]
     if not any(importlib.util.find_spec(found) for found in (package, "tensorflow")):
         raise UserError(f"{name} is in a bucket, which needs a package: pip install {package}.")
@@ -65,43 +65,43 @@ def to_path(name: epath.PathLike) -> epath.Path:
 
 
 def expand(name: epath.PathLike) -> Path:
-    """A path on a disk, "~" spelled out.
+    """Returns a local path with "~" replaced by the home folder.
 
     Raises:
-      UserError: there is no such user as "~name" says, or this one has no home.
+      UserError: the user of "~name" does not exist, or this user has no home folder.
     """
     try:
         return Path(name).expanduser()
     except RuntimeError:
         user = os.fspath(name).partition("/")[0]
-        fix = f"write ./{name} if the name itself begins with ~"
-        if user == "~":  # a container that runs under a number without a user
+        fix = f"write ./{name} if the name itself starts with ~"
+        if user == "~":  # in a container with a user id that has no user entry
             user, fix = "this user", "set the environment variable HOME"
         raise UserError(
-            f"the home folder of {user} is unknown. Write the whole path, or {fix}.", path=name
+            f"the home folder of {user} is unknown. Write the absolute path, or {fix}.", path=name
         ) from None
 
 
 def absolute(path: epath.Path) -> epath.Path:
-    """`path` wherever this process is started; one of a bucket is that as it stands."""
+    """Returns the absolute path; paths in a bucket are returned unchanged."""
     return path if is_remote(path) else path.absolute()
 
 
 def is_remote(path: epath.PathLike) -> bool:
-    """Whether a path is of a bucket."""
+    """Returns whether a path is in a bucket."""
     return "://" in os.fspath(path)
 
 
 class DamagedFileError(UserError):
-    """A file is there and is not what was written."""
+    """A file is corrupt or has unexpected content."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text from anywhere, a stranger's too.
+    """Parses a JSON text, which may be from an untrusted source.
 
     Raises:
-      ValueError: it is not JSON, not UTF-8, nested too deep for the parser, has a number too long
-        to read, or text that no file can hold (half of a surrogate pair). One short line.
+      ValueError: it is not JSON, not UTF-8, nested too deep for the parser, has a number with too
+        many digits, or an unpaired surrogate, which UTF-8 cannot encode. One short line.
     """
     try:
         if isinstance(text, bytes):
@@ -118,7 +118,7 @@ def parse_json(text: str | bytes) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 at byte {error.start}") from None
     except UnicodeEncodeError:
-        raise ValueError("it has half of a surrogate pair, which is no character") from None
+        raise ValueError("it contains an unpaired surrogate, which UTF-8 cannot encode") from None
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     except ValueError as error:  # an integer of thousands of digits
@@ -131,33 +131,36 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unseal(value: Any) -> Any:
-    """Raises ValueError if the value of `seal` was changed; other values are returned as given."""
+    """Removes the checksum of `seal`, or raises ValueError if it does not match.
+
+    Values without a checksum are returned unchanged.
+    """
     if not isinstance(value, dict) or CHECKSUM not in value:
         return value
     content = {name: part for name, part in value.items() if name != CHECKSUM}
     if value[CHECKSUM] != _checksum(content):
         raise ValueError(
-            f'its content does not match its "{CHECKSUM}"; to keep a change made by hand, remove '
+            f'its content does not match its "{CHECKSUM}"; to keep a manual edit, remove '
             f'"{CHECKSUM}"'
         )
     return content
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
-    as_read = json.loads(json.dumps(content))  # keys are text
+    as_read = json.loads(json.dumps(content))  # converts keys to text, as in the file
     return zlib.crc32(json.dumps(as_read, sort_keys=True).encode())
 
 
 def read_json(path: epath.Path, *, remedy: str, fields: Mapping[str, Kinds] | None = None) -> Any:
-    """A JSON file of ours.
+    """Reads a JSON file of this package.
 
     Args:
-      remedy: what to do about a damaged one, as the end of a sentence.
-      fields: what must be inside, by name, if it is an object; None takes any JSON value.
+      remedy: how to fix a damaged file, as the end of a sentence.
+      fields: required fields of the object -> types; None accepts any JSON value.
 
     Raises:
-      FileNotFoundError: it is not there.
-      DamagedFileError: it cannot be read, or is something else.
+      FileNotFoundError: the file does not exist.
+      DamagedFileError: it cannot be read, or has other content.
     """
     try:
         value = _unseal(parse_json(path.read_bytes()))
@@ -172,11 +175,14 @@ def read_json(path: epath.Path, *, remedy: str, fields: Mapping[str, Kinds] | No
 def read_json_lines(
     path: epath.Path, *, remedy: str, fields: Mapping[str, Kinds]
 ) -> list[dict[str, Any]]:
-    """The objects of a file with one JSON object a line; a last line that a kill cut off is none.
+    """Reads a file with one JSON object per line, ignoring a last line that a kill truncated.
+
+    Args:
+      remedy, fields: as in `read_json`.
 
     Raises:
-      FileNotFoundError: it is not there.
-      DamagedFileError: a line before the last cannot be read, or lacks one of `fields`.
+      FileNotFoundError: the file does not exist.
+      DamagedFileError: a complete line cannot be read, or lacks one of `fields`.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -185,7 +191,7 @@ def read_json_lines(
     except OSError as error:
         raise damaged(path, error, remedy) from None
     values = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is cut off
+    for number, line in enumerate(lines[:-1], start=1):  # text after the last newline is truncated
         try:
             value = _unseal(parse_json(line))
             _check_fields(value, fields)
@@ -196,7 +202,7 @@ def read_json_lines(
 
 
 def damaged(path: epath.Path, what: object, remedy: str) -> DamagedFileError:
-    """The one sentence for a file that is not what was written."""
+    """Returns the error for a damaged file."""
     if isinstance(what, OSError):
         what = what.strerror or type(what).__name__
     return DamagedFileError(f"{path} is damaged ({str(what)[:200]}); {remedy}.", path=path)
@@ -204,17 +210,17 @@ def damaged(path: epath.Path, what: object, remedy: str) -> DamagedFileError:
 
 @contextlib.contextmanager
 def replacing(path: epath.Path, mode: str = "wb", *, keep: bool = False) -> Iterator[IO]:
-    """A file to write, which takes the place of `path` when the block ends, whole and on disk.
+    """Yields a file that atomically replaces `path` when the block ends.
 
-    After a kill, an error or a full disk `path` is what it was. Text is UTF-8. If `path` is a
-    symbolic link, the link is replaced and its target is left alone.
+    After a kill, an error or a full disk `path` is unchanged. Text is UTF-8. If `path` is a
+    symbolic link, the link is replaced and its target is unchanged.
 
     Args:
-      keep: after an error what was written, if anything, stays as `unfinished_name(path)`, to
-        which mode "ab" adds.
+      keep: after an error, keep the written part as `unfinished_name(path)`; mode "ab" appends to
+        it.
 
     Raises:
-      OSError: it cannot be written; nothing is left behind, but with `keep`.
+      OSError: the file cannot be written; without `keep` no temporary file remains.
     """
     unfinished = unfinished_name(path) if keep else links.temporary_name(path)
     if is_remote(path):
@@ -241,21 +247,21 @@ def _encoding(mode: str) -> str | None:
 
 
 def unfinished_name(path: epath.Path) -> epath.Path:
-    """Where `replacing` writes a file that it keeps after an error."""
+    """Returns the temporary name of a file that `replacing` keeps after an error."""
     return path.with_name(f"{path.name}.unfinished")
 
 
 def write_text(path: epath.Path, text: str) -> None:
-    """`text` as the whole of `path`, see `replacing`."""
+    """Writes a text file atomically, see `replacing`."""
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
 
 
 class Lines:
-    """A file that grows by lines; in a bucket it is written anew, once a minute at most."""
+    """A file that lines are appended to; in a bucket it is rewritten at most once a minute."""
 
     def __init__(self, path: epath.Path):
-        """Goes on after what is there; raises OSError if it cannot be written, as `append` does."""
+        """Appends to an existing file. Raises OSError if it cannot be written, as `append`."""
         self._path = path
         self._file = self._text = None
         if is_remote(path):
@@ -265,8 +271,10 @@ class Lines:
             self._file = open(path, "a", encoding="utf-8", opener=links.no_follow)  # noqa: SIM115
 
     def append(self, line: str) -> None:
-        """Adds `line` and a newline: on a disk at once, in a bucket within `_SEND_EVERY` seconds if
-        more lines follow.
+        """Appends `line` and a newline.
+
+        Local files are written at once, files in a bucket by a later call after `_SEND_EVERY`
+        seconds.
         """
         if self._file is None:
             self._text += line + "\n"
@@ -277,7 +285,7 @@ class Lines:
         self._file.flush()
 
     def flush(self) -> None:
-        """Writes the lines that are not in the bucket yet."""
+        """Writes pending lines to the bucket."""
         if self._file is None and self._text != self._sent:
             self._path.write_text(self._text)
             self._sent, self._last = self._text, time.monotonic()
@@ -289,7 +297,7 @@ class Lines:
 
 
 def remove_tree(folder: epath.Path) -> None:
-    """Removes a folder and all in it, as far as that can be done."""
+    """Removes a folder with its content; ignores files on a disk that cannot be removed."""
     if not is_remote(folder):
         shutil.rmtree(folder, ignore_errors=True)
     elif folder.exists():
@@ -297,7 +305,7 @@ def remove_tree(folder: epath.Path) -> None:
 
 
 def copy(source: epath.Path, target: epath.Path) -> None:
-    """Makes `target`, whose folder is there, a file with the content of `source`."""
+    """Copies a file to `target`, whose folder must exist."""
     if is_remote(target):
         target.write_bytes(source.read_bytes())
         return
@@ -306,8 +314,9 @@ def copy(source: epath.Path, target: epath.Path) -> None:
 
 
 def local_copy(path: epath.Path) -> Path:
-    """`path`, or a copy on a disk for as long as this process lives: for libraries that read only
-    there.
+    """Returns `path`, or for a bucket a local copy that is removed when this process exits.
+
+    For libraries that read only local files.
     """
     if not is_remote(path):
         return path
@@ -320,8 +329,9 @@ def local_copy(path: epath.Path) -> Path:
 
 @contextlib.contextmanager
 def written_locally(folder: epath.Path) -> Iterator[Path]:
-    """A folder on a disk for libraries that write only there: `folder`, or one that is copied to it
-    when the block ends without an error.
+    """Yields `folder`, or for a bucket a local folder that is copied to it at the end of the block.
+
+    For libraries that write only local files. After an error nothing is copied.
     """
     if not is_remote(folder):
         yield folder
@@ -336,21 +346,21 @@ def written_locally(folder: epath.Path) -> Iterator[Path]:
 
 
 def write_json(path: epath.Path, value: Any) -> None:
-    """`value` as the whole of `path`, see `replacing`."""
+    """Writes a JSON file atomically, see `replacing`."""
     write_text(path, json.dumps(value, ensure_ascii=False, indent=1) + "\n")
 
 
 def try_lock(file: IO, unlockable: str) -> bool:
-    """Takes `file` for this process alone, until it is closed or the process dies.
+    """Locks `file` for this process, until it is closed or the process ends.
 
     Args:
-      unlockable: logged as a warning where the file system has no locks; the file is taken then.
+      unlockable: warning to log if the file system does not support locks; returns True then.
 
     Returns:
-      False if another process has it.
+      False if another process holds the lock.
 
     Raises:
-      OSError: it cannot be locked for another reason.
+      OSError: locking failed for another reason.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
 """Ends the process on Ctrl-C and SIGTERM, also while the main thread runs a library.
 
-Python calls signal handlers between two of its own instructions. A compiler or a step that does not
+Python calls signal handlers only between bytecode instructions. A compiler or a step that does not
 return for minutes delays them, even the exit that a second Ctrl-C requests. A thread therefore
 reads the numbers of the signals from a socket (`signal.set_wakeup_fd`).
 """

@@ -1,6 +1,6 @@
-"""Symbolic links and temporary files in a run folder, which may come from a stranger.
+"""Symbolic links and temporary files in a run folder, which may be from an untrusted source.
 
-All functions do nothing for a folder in a bucket, which has no links.
+The functions do nothing for a folder in a bucket, which has no links.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.unfinished$")
 
 
 def temporary_name(path: Path) -> Path:
-    """A new name beside `path`, for a file that becomes `path`; see `remove_temporary`."""
+    """Returns a unique name in the folder of `path`, for a file that is later renamed to `path`."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.unfinished")
 
 
 def no_follow(path: str, flags: int) -> int:
-    """`opener` of `open` for files in a run folder.
+    """Opens a file without following symbolic links; an `opener` for `open`.
 
     Raises:
       UserError: `path` is a symbolic link.
@@ -40,13 +40,13 @@ def no_follow(path: str, flags: int) -> int:
 
 
 def check(folder: Path) -> None:
-    """Refuses a run folder in which a symbolic link leads out of it, to anything but a file.
+    """Checks that no symbolic link in a run folder leads out of it, except to a file.
 
     A link to a file is harmless: `files.replacing` replaces it and `no_follow` refuses it. The run
     folder itself may be a link.
 
     Raises:
-      UserError: names the link.
+      UserError: such a link exists.
     """
     root = os.path.realpath(folder)
     for entry in _walk(folder):
@@ -75,7 +75,7 @@ def remove_temporary(folder: Path, older_than: float = 0.0) -> None:
 
 
 def _walk(folder: str | os.PathLike) -> Iterator[os.DirEntry]:
-    """Everything below a folder on a disk that can be listed, without following links."""
+    """Yields the readable entries below a local folder, without following links."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             yield entry

@@ -1,9 +1,9 @@
 """Starts one run: `python -m convbert_jax.main --config=configs/base.py`.
 
 `--help` lists modes and flags, `--config=FILE --help` the fields of a config with their comments.
-Every field of a config is overridden as --config.section.field=value; `configs/base.py:paper`
-selects a variant. --workdir alone goes on with the run that is there. The flags are in
-`command_line/`, the work is in `recipes/`.
+--config.section.field=value overrides a field; `configs/base.py:paper` selects a variant. --workdir
+alone resumes the run in that folder. Flags are defined in `command_line/`; `recipes/` implements
+the modes.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ with absent.told():
     from convbert_jax.machine import allocator
     from convbert_jax.machine.accelerators import find_accelerators
 
-# Storage that gave out under a run, whichever library was writing.
+# Storage failures during a run, in any library.
 _STORAGE_FAULTS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.EIO, errno.ESTALE),
@@ -35,22 +35,23 @@ _DOCTOR_PATIENCE = 60.0  # seconds that --mode=doctor waits for the other proces
 
 
 def start(beside: Callable[[], None] | None = None) -> None:
-    """The whole program, of the words of the command line.
+    """Runs the program with the arguments of the command line.
 
     Args:
-      beside: begins what else the process does in threads of its own.
+      beside: called before the work, to start background threads.
     """
     with interrupts.exiting_despite_threads():
         app.run(functools.partial(main, beside=beside), flags_parser=_read_command_line)
 
 
 def main(request: command_line.Request, beside: Callable[[], None] | None = None) -> None:
-    """Does what was asked for; a fault that the user can mend is one line and exit code 1. A run
-    that SIGTERM stops ends with 75, "saved, not done", on which launchers start it again, one that
-    Ctrl-C stops with 130.
+    """Executes a request.
+
+    A `UserError` prints one line and exits with code 1. A run that is stopped by SIGTERM exits with
+    75 (saved but not finished; launchers restart it), by Ctrl-C with 130.
     """
     if request.mode in ("train", "eval", "predict") and _computes_on_cpu(_platform(request)):
-        allocator.keep_memory()  # has to come before any thread, and the next lines begin some
+        allocator.keep_memory()  # must be called before threads start, as in the next lines
     if beside:
         beside()
     with interrupts.handled():
@@ -73,10 +74,10 @@ def _answer(request: command_line.Request) -> None:
     except UserError as error:
         logging.flush()
         console.fail(str(error))
-    except KeyboardInterrupt as error:  # pre-training saves first and ends by itself
-        kept = "goes on from what is finished"
+    except KeyboardInterrupt as error:  # pre-training saves and returns instead
+        kept = "resumes from the work that is finished"
         if request.mode == "predict":
-            kept = "goes on from there if it reads a file and writes JSON lines, else begins again"
+            kept = "resumes if it reads a file and writes JSON lines, and otherwise starts again"
         by = error.by if isinstance(error, interrupts.Stopped) else "SIGINT"
         console.fail(f"interrupted; the same command {kept}.", code=interrupts.exit_code(by))
     except BrokenPipeError:
@@ -89,21 +90,21 @@ def _answer(request: command_line.Request) -> None:
             raise
         logging.flush()
         console.fail(
-            f"{error.filename or 'writing'}: {error.strerror}; free some space, mend what "
-            "fails or choose another --workdir, then start again: what was finished is kept."
+            f"{error.filename or 'writing'}: {error.strerror}; free some space, repair the storage "
+            "or choose another --workdir, then start again: finished work is kept."
         )
     if stopped_by:
         sys.exit(interrupts.exit_code(stopped_by))
 
 
 def _computes_on_cpu(platform: str) -> bool:
-    """Whether a run has nothing else, as far as can be told before jax is loaded."""
+    """Returns whether the run uses a CPU, determined without loading jax."""
     return platform == "cpu" or not any(dataclasses.astuple(find_accelerators()))
 
 
 def _run(request: command_line.Request) -> str | None:
-    """Returns the name of the signal that stopped pre-training, None if none did."""
-    # Imported late: a wrong flag is answered before jax is loaded.
+    """Returns the name of the signal that stopped pre-training, or None."""
+    # Imported late, so that errors in flags are reported before jax is loaded.
     if request.mode == "plan":
         from convbert_jax.analysis.tpu import pricing
 
@@ -188,12 +189,12 @@ def _run(request: command_line.Request) -> str | None:
     if result and result.report:
         print(result.report, flush=True)
     if request.mode == "plan" and not result.fits:
-        console.fail(f"{config.name} does not fit {request.topology}; see above what helps.")
+        console.fail(f"{config.name} does not fit {request.topology}; see the remedies above.")
     return stopped_by
 
 
 def _examine(request: command_line.Request) -> None:
-    """Prints a line for each check of --mode=doctor; of several processes, on the first one."""
+    """Prints a line for each check of --mode=doctor, on process 0."""
     from convbert_jax import doctor
 
     several, first, together = False, True, contextlib.nullcontext()
@@ -214,9 +215,9 @@ def _examine(request: command_line.Request) -> None:
             if finding.state == "wrong":
                 wrong.append(finding.name)
         if wrong:
-            where = "above" if first else "what process 0 prints"
+            where = "above" if first else "the output of process 0"
             message = f"a run would fail here ({', '.join(dict.fromkeys(wrong))}); see {where}."
-            if doctor.is_stuck() and not several:  # Python would wait for it at its end
+            if doctor.is_stuck() and not several:  # Python would wait for the stuck thread
                 _give_up(message)
             raise UserError(message)
 
@@ -264,7 +265,7 @@ def _start_everywhere(missing: Sequence[int]) -> str:
 
 
 def _give_up(message: str) -> None:
-    """Ends the program from a thread while the main one is inside a library."""
+    """Exits immediately, without waiting for threads that are stuck in a library."""
     try:
         console.fail(message)
     except SystemExit as error:
@@ -276,12 +277,12 @@ def _name_too_long(error: OSError) -> str:
 
 
 def _stop_printing() -> None:
-    """As of `| head`: who reads has seen enough."""
+    """Discards further output after the reader closed the pipe, as `| head` does."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _read_command_line(argv: Sequence[str]) -> command_line.Request:
-    """What the command line asks for; every fault of it is one line and exit code 2."""
+    """Parses the command line; errors print one line and exit with code 2."""
     console.set_up_logging()
     try:
         if text := command_line.describe(argv):

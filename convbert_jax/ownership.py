@@ -1,13 +1,13 @@
-"""Who has a folder in a bucket, which has no locks: one process, and it gives signs of life.
+"""Exclusive ownership of a folder in a bucket, which has no locks, by heartbeats.
 
-FOLDER/.lock names the owner and has a word that changes every `SIGN_EVERY` seconds. A start that
-finds it looks for another word: there is an owner then, and the start is refused; silence of `GONE`
-seconds means that there is none any more. Nobody's clock is compared with another's. An owner that
-is the only process of its run also says which process of which machine it is: a start on that
-machine sees at once when it is gone.
+FOLDER/.lock names the owner and contains a token that changes every `SIGN_EVERY` seconds. A new
+process that finds the file watches the token: if it changes, the folder is in use and the start
+fails; after `GONE` seconds without a change the owner is considered dead. Clocks are not compared
+between machines. The owner also records its process id and machine if it is the only process of its
+run, so a start on the same machine detects at once that it is gone.
 
-Two that start within the same moment both write; the one whose name is overwritten ends at its next
-sign of life or before its next checkpoint, whichever is first.
+If two processes start at the same time, both write the file. The one whose name is overwritten
+stops at its next heartbeat or before its next checkpoint, whichever is first.
 """
 
 import contextlib
@@ -25,40 +25,41 @@ from etils import epath
 
 from convbert_jax.config import UserError
 
-SIGN_EVERY = 15.0  # seconds
-GONE = 120.0  # seconds; a bucket that is out of reach for a minute costs no run its folder
+SIGN_EVERY = 15.0  # seconds between heartbeats
+GONE = 120.0  # seconds; long enough that an outage of a minute does not lose the folder
 
 
 class OwnershipError(UserError):
-    """The folder is another process's."""
+    """Another process owns the folder."""
 
 
 def this_process() -> str:
-    """Of all machines."""
+    """Returns the process id and host name."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def wait_for_silence(place: epath.Path) -> None:
-    """Returns when nobody has the folder in which `place` lies: at once where its owner was a
-    process of this machine and is gone, else after `GONE` seconds if need be.
+    """Waits until the folder of the lock file `place` has no owner.
+
+    Returns at once if there is no lock file or its owner was a process on this machine that ended,
+    else after at most `GONE` seconds.
 
     Raises:
-      OwnershipError: somebody gives a sign of life.
+      OwnershipError: the owner is alive.
     """
     found = _read(place)
     if not found:
         return
     if _is_gone_from_here(found):
         logging.warning(
-            "--workdir=%s was opened by %s, which is gone from this machine: this run takes the "
-            "folder over.",
+            "--workdir=%s was opened by %s, which no longer runs on this machine; taking over the "
+            "folder.",
             place.parent,
             _name_in(found),
         )
         return
     logging.warning(
-        "--workdir=%s was opened by %s and never closed; looking for a sign of life of it, for "
-        "%.0f s.",
+        "--workdir=%s was opened by %s and not closed; waiting for a heartbeat for %.0f s.",
         place.parent,
         _name_in(found),
         GONE,
@@ -71,22 +72,24 @@ def wait_for_silence(place: epath.Path) -> None:
             return
         if now != found:
             raise OwnershipError(
-                f"is in use by {_name_in(now)}, which writes there every {SIGN_EVERY:.0f} "
-                f"s; wait for it, stop it, or choose another --workdir: after {GONE:.0f} "
-                "s of silence it counts as gone.",
+                f"is in use by {_name_in(now)}, which sends a heartbeat every {SIGN_EVERY:.0f} "
+                f"s; wait for it, stop it, or choose another --workdir. After {GONE:.0f} "
+                "s without a heartbeat the folder can be used again.",
                 field="--workdir",
                 value=str(place.parent),
             )
-    logging.warning("It gave none: this run takes the folder over.")
+    logging.warning("No heartbeat; taking over the folder.")
 
 
 class Owner:
-    """This process, as the one that has the folder of `place`."""
+    """Ownership of the folder of a lock file by this process."""
 
     def __init__(self, place: epath.Path, *, alone: bool):
         """
         Args:
-          alone: whether no other process works for the same run, and may yet when this one is gone.
+          place: the lock file.
+          alone: whether this is the only process of the run; other processes could still write
+            after this one ended.
         """
         self._place = place
         self._here = _describe_here() if alone else ""
@@ -96,10 +99,10 @@ class Owner:
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """Context in which signs of life are given, by a thread; the folder is free at its end.
+        """Context in which a thread sends heartbeats; its end releases the folder.
 
         Raises:
-          OSError: the first one cannot be given.
+          OSError: the first heartbeat cannot be written.
         """
         self._give_sign()
         over = threading.Event()
@@ -113,33 +116,34 @@ class Owner:
             try:
                 if self._is_named():
                     self._place.unlink(missing_ok=True)
-            except Exception as error:  # of any library that talks to buckets
+            except Exception as error:  # storage libraries raise different types
                 logging.warning(
-                    "%s could not be removed (%s); the next start will wait %.0f s.",
+                    "Could not remove %s (%s); the next start will wait %.0f s.",
                     self._place,
                     error,
                     GONE,
                 )
 
     def check(self) -> None:
-        """
+        """Checks that this process still owns the folder.
+
         Raises:
           OwnershipError: the folder was taken over.
         """
         found = _read(self._place)
-        if not found:  # whoever took the folder over has written there, and is done
+        if not found:  # another process took over the folder and ended
             raise OwnershipError(
-                f"is no longer this process's ({self._name}): its {self._place.name} is "
-                "gone, as when another run took the folder over and ended; start again, "
-                "it goes on from what is there.",
+                f"is no longer owned by this process ({self._name}): {self._place.name} was "
+                "removed, probably by another run that took over the folder and ended. Start "
+                "again to resume from the saved state.",
                 field="--workdir",
                 value=str(self._place.parent),
             )
         if self._id not in found:
             raise OwnershipError(
-                f"was taken over by {_name_in(found)}, as this process ({self._name}) had "
-                f"given no sign of life for {GONE:.0f} s or both began at once; it writes "
-                "no more checkpoints there: let one run at a time use it.",
+                f"was taken over by {_name_in(found)}: this process ({self._name}) sent no "
+                f"heartbeat for {GONE:.0f} s, or both started at the same time. This process "
+                "stops saving checkpoints; use the folder for one run at a time.",
                 field="--workdir",
                 value=str(self._place.parent),
             )
@@ -148,13 +152,13 @@ class Owner:
         while not over.wait(SIGN_EVERY):
             try:
                 if not self._is_named():
-                    return  # `check` will tell
+                    return  # `check` raises the error
                 self._give_sign()
-            except Exception as error:  # of any library that talks to buckets
-                logging.warning("%s cannot be renewed now (%s).", self._place, error)
+            except Exception as error:  # storage libraries raise different types
+                logging.warning("Could not renew %s (%s); will retry.", self._place, error)
 
     def _give_sign(self) -> None:
-        # Always as long: a library that remembers sizes would read a part of a longer one.
+        # Constant length, because a library that caches file sizes would truncate a longer text.
         sign = f"{self._name}\n{self._id} {secrets.token_hex(8)}\n{self._here}\n"
         self._place.write_text(sign)
 
@@ -167,28 +171,28 @@ def _name_in(text: str) -> str:
 
 
 def _is_gone_from_here(text: str) -> bool:
-    """Whether its owner was a process of this machine and is none any more."""
+    """Returns whether the owner was a process on this machine that has ended."""
     machine, _, of_process = "".join(text.splitlines()[2:3]).partition(", process ")
     if not machine or machine != _describe_machine():
         return False
     pid, _, began = of_process.partition(" begun ")
     try:
         os.kill(int(pid), 0)
-        return _begin_of(int(pid)) != began  # the number was given again
+        return _begin_of(int(pid)) != began  # another process has the same id
     except ProcessLookupError:
         return True
-    except (OSError, ValueError):  # of another user, or not written by us
+    except (OSError, ValueError):  # a process of another user, or another format
         return False
 
 
 def _describe_here() -> str:
-    """This process, for others of this machine; "" where the system does not tell."""
+    """Identifies this process on this machine; "" if the system does not provide it."""
     machine = _describe_machine()
     return machine and f"{machine}, process {os.getpid()} begun {_begin_of(os.getpid())}"
 
 
 def _describe_machine() -> str:
-    """Where a number means one process: a start of a machine, and a container of it."""
+    """Identifies the scope in which process ids are unique: boot and PID namespace (container)."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
@@ -197,15 +201,13 @@ def _describe_machine() -> str:
 
 
 def _begin_of(pid: int) -> str:
-    """When a process began, in ticks since the start of the machine; of a dead one "", if only its
-    parent has not asked yet how it ended.
-    """
+    """Returns the start time of a process in clock ticks since boot; "" for a zombie process."""
     state, *fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return "" if state in "ZX" else fields[18]
 
 
 def _read(place: epath.Path) -> str:
-    """What is written there, "" if nothing is."""
+    """Returns the content of the lock file, "" if it does not exist."""
     try:
         return place.read_text()
     except FileNotFoundError:

@@ -1,24 +1,24 @@
-"""The folder of one run: one process group at a time, one model and one corpus for good.
+"""The folder of a run, used by one process group at a time, for one model and one corpus.
 
-WORKDIR/config.json     the resolved config of the last start
+WORKDIR/config.json     resolved config of the last start
 WORKDIR/.lock           held while a run is alive; in a bucket, see `ownership.py`
-WORKDIR/data            tokenizer and shards, unless config.data.directory names another folder
+WORKDIR/data            tokenizer and shards, unless config.data.directory sets another folder
 WORKDIR/checkpoints     Orbax
-WORKDIR/vocabulary      copies of the vocabularies, with which the folder may be moved anywhere
-WORKDIR/metrics.jsonl   one line per log interval and evaluation; TensorBoard files beside it
-WORKDIR/curves.png      a picture of them; evaluation/, huggingface/, inside/, profile/ if asked for
-WORKDIR/report.html     what the run came to, of any recipe, for a browser
+WORKDIR/vocabulary      copies of the vocabularies, so the folder can be moved
+WORKDIR/metrics.jsonl   one line per log interval and evaluation; also TensorBoard files
+WORKDIR/curves.png      plot of the metrics; evaluation/, huggingface/, inside/, profile/ on request
+WORKDIR/report.html     summary of the run for a browser, for every recipe
 
-Of fine-tuning:
+Fine-tuning:
 
-WORKDIR/results.jsonl   one line for each finished run; table.md of all, glue_server/seed-N
-WORKDIR/unfinished      the run that is under way
-WORKDIR/TASK/seed-N     a model: a run's folder of its own, with predictions/
+WORKDIR/results.jsonl   one line per finished run; table.md with all runs, glue_server/seed-N
+WORKDIR/unfinished      the current run
+WORKDIR/TASK/seed-N     a model: its own run folder, with predictions/
 
-The first checkpoint or result binds a folder to its config; until then every field may change.
-Shards are kept from being mixed by their own record, see `data/corpus/corpus.py`.
+After the first checkpoint or result only `Changeable` fields of the config may change. The metadata
+of the shards prevents mixing different data, see `data/corpus/corpus.py`.
 
-A folder may lie in a bucket (gs://BUCKET/RUN); tokenizer and shards are read from a local disk.
+A folder may be in a bucket (gs://BUCKET/RUN); tokenizer and shards are read from a local disk.
 """
 
 import contextlib
@@ -39,10 +39,11 @@ from convbert_jax.config import (
     to_dict,
 )
 
-# Written last into a checkpoint in a bucket, which cannot rename: without it, it is not whole.
+# Orbax writes it last into a checkpoint in a bucket, where folders cannot be renamed.
 _COMMITTED = "commit_success.txt"
 _CHANGE = "change fields on the command line, as --config.train.steps=1000"
-_ABANDONED = 3600.0  # seconds: --mode=eval and export write here without the lock
+# Seconds after which temporary files are removed; --mode=eval and export write without the lock.
+_ABANDONED = 3600.0
 
 
 class WorkdirError(UserError):
@@ -50,11 +51,11 @@ class WorkdirError(UserError):
 
 
 class Workdir:
-    """Where everything of one run is; nothing is read or written before a method says so."""
+    """Paths and state of a run folder. The constructor does not access the folder."""
 
     def __init__(self, path: epath.PathLike):
         self.path = files.to_path(path)
-        self._owner: ownership.Owner | None = None  # of one in a bucket that is open for writing
+        self._owner: ownership.Owner | None = None  # while a folder in a bucket is open for writing
 
     def __str__(self) -> str:
         return str(self.path)
@@ -69,7 +70,7 @@ class Workdir:
 
     @property
     def teacher(self) -> epath.Path:
-        """Which weights taught the run; without a teacher it is not there."""
+        """Fingerprint of the teacher's weights; only exists with a teacher."""
         return self.path / "teacher.json"
 
     @property
@@ -82,7 +83,7 @@ class Workdir:
 
     @property
     def report(self) -> epath.Path:
-        """A page on what the run came to, written at its end and where it is interrupted."""
+        """Summary of the run, written at its end or when it is interrupted."""
         return self.path / "report.html"
 
     @property
@@ -90,7 +91,7 @@ class Workdir:
         return self.path / "profile"
 
     def data(self, config: Config) -> epath.Path:
-        """Tokenizer and shards; in a bucket too, see `data/units/bucket.py`."""
+        """Returns the folder of tokenizer and shards; for buckets see `data/units/bucket.py`."""
         named = config.data.directory
         return files.to_path(named) if named else self._shards
 
@@ -99,36 +100,36 @@ class Workdir:
         return self.path / "data"
 
     def evaluation(self, step: int) -> epath.Path:
-        """The held-out numbers of a checkpoint."""
+        """Returns the file with the held-out metrics of a checkpoint."""
         return self.path / "evaluation" / f"step-{step}.json"
 
     def inside(self, step: int) -> epath.Path:
-        """Pictures and numbers of what the layers of a checkpoint do."""
+        """Returns the folder with plots of attention maps and filters of a checkpoint."""
         return self.path / "inside" / f"step-{step}"
 
     def export(self, form: str, step: int) -> epath.Path:
-        """A checkpoint for other software; `form` as "huggingface"."""
+        """Returns the folder of an exported checkpoint; `form` as "huggingface"."""
         return self.path / form / f"step-{step}"
 
     def trial(self, name: str) -> "Workdir":
-        """A run that is made to verify this one."""
+        """Returns the folder of a run of --mode=verify_resume."""
         return Workdir(self.path / "verify_resume" / name)
 
     def bad_batch(self, step: int, process: int) -> epath.Path:
-        """The batch of a step whose numbers were not finite."""
+        """Returns the file with the batch of a step with non-finite loss or gradients."""
         return self.path / f"bad_batch_step_{step}_process_{process}.npz"
 
     @property
     def tracker(self) -> epath.Path:
-        """How a tracker of experiments calls this run."""
+        """Id of this run in an experiment tracker."""
         return self.path / "tracker.json"
 
     @property
     def skipped(self) -> epath.Path:
-        """Batches that a run passes over after it went back."""
+        """Batches that a run skips after a rollback."""
         return self.path / "skipped_batches.json"
 
-    # Of fine-tuning
+    # Fine-tuning
 
     @property
     def results(self) -> epath.Path:
@@ -144,23 +145,23 @@ class Workdir:
 
     @property
     def unfinished_run(self) -> epath.Path:
-        """In the folder `unfinished`: which run it is of."""
+        """File in the folder `unfinished` that identifies its run."""
         return self.path / "run.json"
 
     def glue_server(self, model: "Workdir") -> epath.Path:
-        """The files of a submission, from models of one seed."""
+        """Returns the folder of a GLUE submission, from the models of one seed."""
         return self.path / "glue_server" / model.path.name
 
     def model(self, task: str, setting: str, seed: int) -> "Workdir":
-        """One fine-tuned model.
+        """Returns the folder of a fine-tuned model.
 
         Args:
-          setting: "" where there is one only.
+          setting: "" if there is only one.
         """
         return Workdir(self.path / task / setting / f"seed-{seed}")
 
     def models(self) -> list[epath.Path]:
-        """The fine-tuned models in here."""
+        """Returns the folders of all fine-tuned models."""
         patterns = ("*/seed-*/checkpoints", "*/*/seed-*/checkpoints", "seed-*/checkpoints")
         return sorted(place.parent for p in patterns for place in self.path.glob(p))
 
@@ -170,7 +171,7 @@ class Workdir:
 
     @property
     def vocabulary(self) -> epath.Path:
-        """Folder with a copy of each vocabulary's file; what reads it is `interop`."""
+        """Folder with a copy of each vocabulary file, which `interop` reads."""
         return self.path / "vocabulary"
 
     @property
@@ -180,16 +181,17 @@ class Workdir:
     def keep_vocabularies(
         self, paths: Mapping[str, epath.Path], fingerprints: Mapping[str, str]
     ) -> None:
-        """Makes `vocabulary` copies of these files alone, and notes what they are known by.
+        """Replaces the content of `vocabulary` by copies of files, and stores their fingerprints.
 
         Args:
-          paths: folder in `vocabulary`, "" for itself -> file.
+          paths: subfolder of `vocabulary` ("" for the folder itself) -> file.
 
         Raises:
-          WorkdirError: it cannot be written.
+          WorkdirError: the folder cannot be written.
         """
         with self._writable():
-            contents = {name: path.read_bytes() for name, path in paths.items()}  # maybe in here
+            # Read first, because the files may be in the folder that is removed.
+            contents = {name: path.read_bytes() for name, path in paths.items()}
             files.remove_tree(self.vocabulary)
             for name, path in paths.items():
                 folder = self.vocabulary / name
@@ -198,39 +200,43 @@ class Workdir:
             files.write_json(self._fingerprints, dict(fingerprints))
 
     def read_fingerprints(self) -> dict[str, str]:
-        """Of `keep_vocabularies`, if it was called; DamagedFileError: it is not what it wrote."""
+        """Returns the fingerprints of `keep_vocabularies`, or an empty dict without vocabularies.
+
+        Raises:
+          DamagedFileError: the file is damaged.
+        """
         if not self._fingerprints.is_file():
             return {}
-        remedy = "put it back from a copy of the run"
+        remedy = "restore it from a copy of the run"
         return files.read_json(self._fingerprints, remedy=remedy, fields={})
 
-    # What is there
+    # State of the folder
 
     def holds_run(self) -> bool:
-        """Whether there are a config and a folder of checkpoints."""
+        """Returns whether the folder has a config and a folder of checkpoints."""
         return self.checkpoints.is_dir() and self.config.is_file()
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, in order."""
+        """Returns the steps of the complete checkpoints, in order."""
         return list_steps(self.checkpoints)
 
     def choose_step(self, step: int | None) -> int | None:
-        """`step` if there is a checkpoint of it; None, for the newest that is whole, if any is.
+        """Returns `step` if its checkpoint exists, or None (the newest) if any checkpoint exists.
 
         Raises:
-          WorkdirError: there is none.
+          WorkdirError: the checkpoint does not exist.
         """
         steps = self.steps()
         if steps and step is None:
             return None
         if step in steps:
-            return steps[steps.index(step)]  # an int, whatever kind of number was given
-        there = f"; steps there: {', '.join(map(str, steps))}" if steps else "; train it first"
+            return steps[steps.index(step)]  # converts other number types to int
+        there = f"; available steps: {', '.join(map(str, steps))}" if steps else "; train it first"
         what = "no checkpoint" if step is None else f"no checkpoint of step {step!r}"
         raise WorkdirError(f"{self} has {what}{there}.", path=self.path, value=step)
 
     def is_bound(self) -> bool:
-        """Whether the run has come so far that only what is changeable may change."""
+        """Returns whether the run has results, so that only `Changeable` fields may change."""
         if self.steps():
             return True
         under_way = self.unfinished.checkpoints
@@ -239,19 +245,19 @@ class Workdir:
         return self.results.is_file() and bool(self.results.read_bytes())
 
     def read_config(self) -> Config:
-        """The config that the run keeps.
+        """Reads the stored config of the run.
 
         Raises:
-          WorkdirError: there is no run.
-          DamagedFileError: its config is damaged, or has fields that this version does not know.
-          PluginError: the user did not name its mixer, or it cannot be made here.
+          WorkdirError: the folder holds no run.
+          DamagedFileError: the config is damaged, or has fields unknown to this version.
+          PluginError: its mixer is not permitted or cannot be created.
         """
         remedy = f"restore a copy, or use the version of convbert_jax that wrote it; {_CHANGE}"
         try:
             return _read(self.config, remedy)
         except (FileNotFoundError, NotADirectoryError):
             raise WorkdirError(
-                f"holds no run ({self.config.name}: no such file); train one, or name "
+                f"holds no run ({self.config.name}: no such file); train one, or set "
                 "another folder.",
                 field="--workdir",
                 value=str(self),
@@ -259,16 +265,16 @@ class Workdir:
 
     @contextlib.contextmanager
     def open(self, config: Config, *, writer: bool = True, alone: bool = True) -> Iterator[None]:
-        """Locks the folder for this run and keeps its config; releases it at the end.
+        """Context that locks the folder for this run and stores the config.
 
         Args:
-          writer: False on all processes but the first, which does the writing for them.
+          writer: False on all processes except process 0, which writes for all.
           alone: whether this is the only process of the run.
 
         Raises:
           WorkdirError: the folder is not writable, is in use, or holds another model or corpus.
-          OwnershipError: it is in a bucket and in use.
-          UserError: a symbolic link leads out of it.
+          OwnershipError: the folder is in a bucket and in use.
+          UserError: a symbolic link leads out of the folder.
         """
         if not writer:
             yield
@@ -282,7 +288,7 @@ class Workdir:
             self.keep_config(config)
             if files.is_remote(self.path):
                 self._owner = ownership.Owner(self.path / ".lock", alone=alone)
-                with self._writable():  # not before: a start that is refused leaves the owner
+                with self._writable():  # last: a start that fails above must not replace the owner
                     stack.enter_context(self._owner.holding())
             try:
                 yield
@@ -299,10 +305,10 @@ class Workdir:
         try:
             yield
         except (OSError, ImportError) as error:
-            # a library that talks to a bucket is absent or refused
+            # The library for a bucket is missing, or access is denied.
             reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
             raise WorkdirError(
-                f"cannot be written ({reason}); choose a folder that can.",
+                f"cannot be written ({reason}); choose a writable folder.",
                 field="--workdir",
                 value=str(self),
             ) from error
@@ -317,7 +323,7 @@ class Workdir:
         )
         stack.enter_context(lock)
         lock.seek(0)
-        if not files.try_lock(lock, f"{place} cannot be locked; let one run at a time use it."):
+        if not files.try_lock(lock, f"Cannot lock {place}; use it for one run at a time."):
             owner = lock.read(200).strip() or "another process"
             raise WorkdirError(
                 f"is in use by {owner}; wait for it, stop it, or choose another --workdir.",
@@ -329,9 +335,14 @@ class Workdir:
         lock.flush()
 
     def keep_config(self, config: Config) -> None:
-        """Writes the config, unless it changes what a run that has begun may not change."""
+        """Stores the config.
+
+        Raises:
+          WorkdirError: the run has results, and a field changed that is not `Changeable`.
+          DamagedFileError: the stored config is damaged.
+        """
         new = decided_by_run(to_dict(config))
-        remedy = f"restore a copy, or remove it to go on with the config named now; {_CHANGE}"
+        remedy = f"restore a copy, or remove it to continue with the current config; {_CHANGE}"
         try:
             old = to_dict(_read(self.config, remedy, check=False))
             changed = changes.differences(old, new)
@@ -347,7 +358,7 @@ class Workdir:
                 raise WorkdirError(
                     f"--workdir={self} holds a run with another config: "
                     f"{changes.describe(refused)}; choose another "
-                    f"--workdir{self._with_its_shards(config, refused)}, or set these fields back.",
+                    f"--workdir{self._with_its_shards(config, refused)}, or restore these values.",
                     field=f"config.{next(iter(refused))}",
                     path=self.path,
                 )
@@ -356,15 +367,15 @@ class Workdir:
         files.write_json(self.config, files.seal(new))
 
     def _with_its_shards(self, config: Config, refused) -> str:
-        """How the start in another folder gets the shards of this one, where they may serve it."""
+        """Returns the flag to reuse the shards of this folder in another one, if they are valid."""
         touched = any(field.startswith(("data.", "tokenizer.", "recipe")) for field in refused)
         if touched or config.data.directory or not (self._shards / "metadata.json").is_file():
             return ""
-        return f" with --config.data.directory={self._shards}, which uses the shards that are here"
+        return f" with --config.data.directory={self._shards}, which reuses the existing shards"
 
 
 def list_steps(checkpoints: epath.Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder of them, in order."""
+    """Returns the steps of the complete checkpoints in a folder, in order."""
     if not checkpoints.is_dir():
         return []
     found = (path for path in checkpoints.iterdir() if path.name.isdecimal())
@@ -374,7 +385,7 @@ def list_steps(checkpoints: epath.Path) -> list[int]:
 
 
 def unfinished_steps(checkpoints: epath.Path) -> list[int]:
-    """Of a bucket: steps whose checkpoints were begun and never ended, in order."""
+    """Returns the steps of incomplete checkpoints in a bucket, in order; none for local folders."""
     if not files.is_remote(checkpoints) or not checkpoints.is_dir():
         return []
     begun = {int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal()}
@@ -382,15 +393,15 @@ def unfinished_steps(checkpoints: epath.Path) -> list[int]:
 
 
 def _read(file: epath.Path, remedy: str, *, check: bool = True) -> Config:
-    """The config in a file, where a younger field has its default.
+    """Reads the config in a file; fields newer than the file get their defaults.
 
     Args:
-      check: False takes one that cannot run, as the rules of an older version may have let it.
+      check: False accepts invalid combinations, which an older version may have allowed.
 
     Raises:
-      FileNotFoundError: it is not there.
-      DamagedFileError: it is no config.
-      PluginError: the user did not name its mixer, or it cannot be made here.
+      FileNotFoundError: the file does not exist.
+      DamagedFileError: it is not a config.
+      PluginError: its mixer is not permitted or cannot be created.
     """
     values = decided_by_run(files.read_json(file, remedy=remedy, fields={}))
     try:

@@ -76,7 +76,7 @@ def test_a_run_that_was_killed_leaves_the_folder_to_the_next(bucket, gone_at_onc
     on_disk.mkdir()
     (on_disk / ".lock").write_text("process 1 on another since noon\n0 0\n")
     with workdir.open(Config()):
-        assert "opened by process 1 on another since noon and never closed" in caplog.text
+        assert "process 1 on another since noon" in caplog.text
         assert "process 1 on another" not in (on_disk / ".lock").read_text()
         workdir.check_owner()
 
@@ -130,7 +130,7 @@ def test_the_folder_of_a_process_that_was_killed_here_is_free_at_once(
     on_disk.mkdir()
     (on_disk / ".lock").write_text(f"process 1 on this since noon\n0 0\n{said}\n")
     with workdir.open(Config()):
-        assert "process 1 on this since noon, which is gone from this machine" in caplog.text
+        assert "process 1 on this since noon" in caplog.text
         workdir.check_owner()
 
 

@@ -13,12 +13,12 @@ __all__ = ["text_source"]  # a fixture
     ("arguments", "says"),
     [
         (("--mode=export",), "--mode=export needs --workdir"),
-        (("--mode=export", "--source=x"), "needs --output=FOLDER"),
+        (("--mode=export", "--source=x"), "--output"),
         (("--mode=import", TINY), "--source=WEIGHTS and --workdir=FOLDER"),
         (("--mode=import", "--source=x", "--workdir=y"), "--config is missing"),
         pytest.param(
             ("--mode=export", "--workdir=/nowhere"),
-            "--workdir=/nowhere holds no run",
+            "--workdir=/nowhere",
             marks=pytest.mark.slow,
         ),
         (("--mode=export", "--workdir=x", "--format=onnx"), "format"),
