@@ -37,7 +37,7 @@ SIZES = {
     "small": {"hidden_size": 384, "heads": 8, "ffn_size": 1_536},
     "base": {"hidden_size": 1_152, "ffn_size": 4_608},
 }
-_CHECKPOINTS = {"checkpoint.keep": 2}  # a kill may damage one
+_CHECKPOINTS = {"checkpoint.keep": 2}  # two, because a kill may damage the newest
 
 
 def get_sweep(name: str = "mixers") -> Sweep:
@@ -113,7 +113,7 @@ def _objectives(size: str) -> Sweep:
 
 def _generator_size(size: str) -> Sweep:
     sizes = {"quarter": 1 / 4, "half": 1 / 2, "whole": 1.0}
-    if size == "base":  # of 12 heads, an even number must remain
+    if size == "base":  # the generator needs an even number of the 12 heads
         sizes = {"sixth": 1 / 6, "third": 1 / 3, "two-thirds": 2 / 3, "whole": 1.0}
     return _of_size(
         size,

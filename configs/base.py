@@ -1,9 +1,9 @@
 """ConvBERT-base (106M parameters, 116M trained with its generator).
 
 Published for this size after 1M steps on OpenWebText: GLUE test mean 84.9, SQuAD 1.1 dev 84.7 /
-90.9 EM / F1 (ConvBERT tables 3 and 4); the 86.4 of the abstract is the model of 4M steps. 32.8 G
-tokens, 1.9e19 FLOPs. For the corpus see small.py. On one chip of v5e four microbatches,
---config.train.accumulation=4, are a fifth cheaper by the TPU compiler's model.
+90.9 EM / F1 (ConvBERT tables 3 and 4); the 86.4 of the abstract is for 4M steps. 32.8 G tokens,
+1.9e19 FLOPs. For the corpus see small.py. On one v5e chip, --config.train.accumulation=4 is a fifth
+faster by the cost model of the TPU compiler.
 
     python -m convbert_jax.main --config=configs/base.py
     python -m convbert_jax.main --config=configs/base.py:paper --config.tokenizer.path=vocab.txt

@@ -1,25 +1,25 @@
-"""BERT, the baseline of masked words, with its sentence pairs (Devlin et al., 2019, A.2, and its
+"""BERT, the masked language model baseline, with sentence pairs (Devlin et al., 2019, A.2, and its
 official code).
 
-base: 108.9M parameters, 1M steps of 256 rows: nine tenths at 128 tokens, here a run, and the last
-tenth at 512, `base_512`, a second run that starts from the first one's weights and goes on with its
-learning rate; Adam's moments begin anew there, so it has a short warm-up and bias correction.
-Published: GLUE test 80.9 (mean of ConvBERT's table 3), SQuAD 1.1 dev 80.7 / 88.4 EM / F1. small:
-ELECTRA's BERT-small (Clark et al., 2020, table 6): 13.5M parameters, 1.45M steps of 128 x 128
-tokens, 1.4e18 FLOPs, masked words alone. (ELECTRA's code would mask 85 / 0 / 15 there; here as in
-base it is BERT's 80 / 10 / 10.)
+base: 108.9M parameters, 1M steps of 256 rows in two runs. The first run trains nine tenths of the
+steps at 128 tokens; `base_512` trains the last tenth at 512 tokens from the weights of the first
+run and continues its learning rate. Adam's moments are reset, so it has a short warm-up and bias
+correction. Published: GLUE test 80.9 (mean of ConvBERT's table 3), SQuAD 1.1 dev 80.7 / 88.4 EM /
+F1. small: ELECTRA's BERT-small (Clark et al., 2020, table 6): 13.5M parameters, 1.45M steps of 128
+x 128 tokens, 1.4e18 FLOPs, MLM only. (ELECTRA's code would mask 85 / 0 / 15 there; here as in base
+it is BERT's 80 / 10 / 10.)
 
     python -m convbert_jax.main --config=configs/bert.py:base --config.tokenizer.path=vocab.txt
     python -m convbert_jax.main --config=configs/bert.py:base_512 --config.init_from=runs/bert-base
     python -m convbert_jax.main --config=configs/bert.py:small --config.tokenizer.path=vocab.txt
 
-Sentence order as in ALBERT in the place of next sentence prediction:
---config.objective.sentence_pairs=order; neither: --config.objective.sentence_pairs=none
---config.data.layout=packed (or electra, two segments that always follow each other).
+For ALBERT's sentence order prediction instead of next sentence prediction set
+--config.objective.sentence_pairs=order; for neither --config.objective.sentence_pairs=none
+--config.data.layout=packed (or electra: two consecutive segments).
 
-Corpus: as small.py says; BERT's was Wikipedia and BooksCorpus. Left out: what variants.py says of
-`bert`, but for sentence pairs. A pair is of whole sentences here (data/corpus/pairs.py), where the
-official code cuts one that is too long.
+Corpus: see small.py; BERT used Wikipedia and BooksCorpus. Differences from the official code: those
+of `bert` in variants.py except for sentence pairs, and pairs consist of whole sentences
+(data/corpus/pairs.py), where the official code truncates long pairs.
 """
 
 from configs import variants
@@ -65,7 +65,7 @@ def _make_base(config) -> None:
     config.objective.sentence_pairs = "next"
     config.data.layout = "pairs"
     config.optimizer.learning_rate = 1e-4
-    config.optimizer.decay_to = 0.1  # where a decay to 0 in 1M steps is after 900,000
+    config.optimizer.decay_to = 0.1  # the value at step 900,000 of a decay to 0 in 1M steps
     config.train.steps = 900_000
     config.train.batch_size = 256
 

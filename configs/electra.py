@@ -1,26 +1,27 @@
-"""ELECTRA, the baseline that ConvBERT is compared with: its sizes, recipe and quirks (Clark et al.,
-2020, table 6, and its official code).
+"""ELECTRA, the baseline of ConvBERT, with sizes and training recipe of its official code (Clark et
+al., 2020, table 6).
 
-small: 13.5M parameters (14.2M trained), 1M steps of 128 x 128 tokens: 1.3e18 FLOPs as its authors
-count. Published with OpenWebText in the paper's place, GLUE dev: CoLA 56.8, SST-2 88.3, MNLI 78.9;
-ConvBERT's table 3 has 78.0 on the GLUE test sets. small_plus_plus: the released small model: a
-generator of full size, 4M steps. Its length is not published; 512 here, as it is used on SQuAD: by
-ELECTRA's counter 3.6e19 FLOPs, where ConvBERT's table says 3.3e19. GLUE test 79.7 there. base:
+small: 13.5M parameters (14.2M trained), 1M steps of 128 x 128 tokens: 1.3e18 FLOPs by the authors'
+count. Published for OpenWebText instead of the paper's corpus, GLUE dev: CoLA 56.8, SST-2 88.3,
+MNLI 78.9; ConvBERT's table 3 has 78.0 on the GLUE test sets. small_plus_plus: the published small
+model, with a generator of full size and 4M steps. Its length is not published; here it is 512, as
+used on SQuAD: 3.6e19 FLOPs by ELECTRA's counter, 3.3e19 in ConvBERT's table. GLUE test 79.7. base:
 108.9M parameters, 766,000 steps of 256 x 512 tokens, 6.4e19 FLOPs, GLUE test 83.5. medium_small:
-nothing published; ConvBERT-medium-small's width and rate with plain layers, 25.3M parameters.
+width and learning rate of ConvBERT-medium-small with plain layers, 25.3M parameters; no published
+results.
 
     python -m convbert_jax.main --config=configs/electra.py:small --config.tokenizer.path=vocab.txt
 
-ELECTRA against ConvBERT at equal everything, data, optimizer, size and seed, is the same command
-with another mixer, on the same shards:
+To compare ELECTRA and ConvBERT with equal data, optimizer, size and seed, change only the mixer and
+share the shards:
 
     python -m convbert_jax.main --config=configs/electra.py:small --config.data.directory=shards
     python -m convbert_jax.main --config=configs/electra.py:small --config.data.directory=shards \\
         --config.model.mixer=mixed --workdir=runs/electra-small-mixed
 
-Corpus: as small.py says; the paper's was that of BERT, and of XLNet for small_plus_plus. Left out,
-as in variants.py: the thresholds of its AUC, and its evaluation on training data; on how many TPU
-cores base clipped its gradients is not published.
+Corpus: see small.py; the paper used BERT's, and XLNet's for small_plus_plus. Differences from the
+official code, as in variants.py: AUC thresholds and evaluation on training data. The number of TPU
+cores that clipped gradients of base separately is not published.
 """
 
 from configs import variants

@@ -1,4 +1,4 @@
-"""What the configs of fine-tuning share: the text after the colon is TASK, or TASK,paper."""
+"""Shared code of the fine-tuning configs. The variant is TASK or TASK,paper."""
 
 from convbert_jax.config import to_config_dict
 from convbert_jax.config.checks.rules import check_choice
@@ -7,11 +7,11 @@ VARIANTS = ("default", "paper")
 
 
 def start(name: str, variant: str, tasks):
-    """(a ConfigDict for fine-tuning, the task that `variant` names).
+    """Returns a ConfigDict for fine-tuning, and the task of `variant`.
 
     Args:
-      name: of the config file; the run is NAME-TASK.
-      variant: TASK, TASK,paper or paper, which is the first of `tasks`.
+      name: name of the config file; the run is called NAME-TASK.
+      variant: TASK, TASK,paper or paper (for the first of `tasks`).
 
     Raises:
       ConfigError: the task or the variant is unknown.
@@ -31,13 +31,12 @@ def start(name: str, variant: str, tasks):
 
 
 def _follow_release(config) -> None:
-    """Fine-tuning of the official ConvBERT code, each line a field with its comment in
-    `convbert_jax/config/`.
+    """Sets the fine-tuning recipe of the official ConvBERT code.
 
-    Not here because the default does the same: layer-wise decay 0.8, weight decay 0.01 (embeddings
-    too), clipping at 1, dropout 0.1, batch 32, length 128, epochs by task, a learning rate of 3e-4
-    (small, medium-small) or 1e-4 (base). Left out: a TPU of several cores would clip the gradient
-    of each on its own; which tasks, if any, ran on one is not known.
+    The comments in `convbert_jax/config/` describe each field. Equal by default: layer-wise decay
+    0.8, weight decay 0.01 (also of embeddings), clipping at 1, dropout 0.1, batch size 32, length
+    128, epochs per task, learning rate 3e-4 (small, medium-small) or 1e-4 (base). Not reproduced:
+    on a TPU, each core clips its own gradient; which tasks were trained on TPUs is not published.
     """
     config.compute_dtype = "float32"
     config.optimizer.bias_correction = False

@@ -1,15 +1,16 @@
-"""GLUE: one task or all, from pre-trained weights; five seeds, median and spread beside published
-scores.
+"""GLUE: one task or all, from pre-trained weights; median and spread of five seeds, compared with
+published scores.
 
-The variant names the task: cola, sst-2, mrpc, sts-b, qqp, mnli, qnli, rte, wnli, or all; `paper`
-after a comma (`:cola,paper`) is the release's recipe in every detail. Published for ConvBERT-small
-after 1M steps: test mean 78.9, for base 84.9 (ConvBERT table 3).
+The variant is a task, cola, sst-2, mrpc, sts-b, qqp, mnli, qnli, rte, wnli, or all; `paper` after a
+comma (`:cola,paper`) is the recipe of the official code. Published for ConvBERT-small after 1M
+steps: test mean 78.9, for base 84.9 (ConvBERT table 3).
 
     python -m convbert_jax.main --config=configs/glue.py:all --config.init_from=runs/small \\
         --config.finetune.data=FOLDER
 
-FOLDER has the official download (https://gluebenchmark.com/tasks), a folder a task: CoLA/train.tsv,
-CoLA/dev.tsv, CoLA/test.tsv, … (.gz too), or is tfds:DIR, prepared by TensorFlow Datasets.
+FOLDER contains the official download (https://gluebenchmark.com/tasks), one folder per task:
+CoLA/train.tsv, CoLA/dev.tsv, CoLA/test.tsv, … (optionally .gz), or is tfds:DIR, prepared by
+TensorFlow Datasets.
 """
 
 from configs import finetuning

@@ -1,8 +1,8 @@
-"""Language models: each token from those before it, by a decoder of any mixer (Wu et al. 2019).
+"""Causal language models with any causal mixer (Wu et al. 2019).
 
-tiny: for a CPU, reproduces nothing published. lm: the shape of the release's `lm`, 6 layers,
-pre-norm; the published model of the Billion Word benchmark (perplexity 26.67 for `dynamic`) is
-wider, 17 layers, with an adaptive softmax, which is not here.
+tiny: for a CPU, no published counterpart. lm: size of the official code's `lm`, 6 layers, pre-norm.
+The published model for the Billion Word benchmark (perplexity 26.67 for `dynamic`) is wider and has
+17 layers and an adaptive softmax, which is not implemented.
 
     python -m convbert_jax.main --config=configs/language_model.py:tiny,dynamic \\
         --config.data.source='text:FOLDER/*.txt'

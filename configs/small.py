@@ -1,5 +1,5 @@
-"""ConvBERT-small (14M parameters) pre-trained by replaced-token detection, lengths and rates of the
-release.
+"""ConvBERT-small (14M parameters) with replaced token detection; lengths and learning rates of the
+official code.
 
 Published for this size after 1M steps on OpenWebText: GLUE test mean 78.9, SQuAD 1.1 dev 77.1 /
 84.1 EM / F1 (ConvBERT tables 3 and 4). 16.4 G tokens, 1.1e18 FLOPs.
@@ -8,9 +8,9 @@ Published for this size after 1M steps on OpenWebText: GLUE test mean 78.9, SQuA
     python -m convbert_jax.main --config=configs/small.py:paper --config.tokenizer.path=vocab.txt
 
 Corpus: English Wikipedia of November 2023 in parquet files (wikimedia/wikipedia on the Hugging Face
-hub, 20 GB of text). The paper used OpenWebText, which the TFDS catalog does not have; other large
-catalog corpora (C4, wiki40b, lm1b) want TensorFlow and Beam to prepare. These files need only what
-requirements.txt installs. Another corpus is one override:
+hub, 20 GB of text), which need only the packages of requirements.txt. The paper used OpenWebText,
+which is not in the TFDS catalog; other large corpora of the catalog (C4, wiki40b, lm1b) need
+TensorFlow and Beam. For another corpus set
 --config.data.source=text:FOLDER/**/*.txt, parquet:..., tfds:... or hub:OWNER/NAME/FILES.
 """
 

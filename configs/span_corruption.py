@@ -1,11 +1,11 @@
-"""Span corruption: an encoder-decoder is pre-trained by spans taken out of a text, as T5 is, of
-convolutions or of attention (Tay et al. 2021, "Are Pre-trained Convolutions Better than Pre-trained
-Transformers?"). text_to_text.py goes on from it.
+"""T5-style span corruption: pre-trains encoder-decoders with convolutions or attention (Tay et al.
+2021, "Are Pre-trained Convolutions Better than Pre-trained Transformers?"). text_to_text.py
+fine-tunes the result.
 
-tiny: for a CPU, reproduces nothing published. t5_base: the published shape and recipe, 12 + 12
-layers of 768 channels, windows of 7, 15% in spans of 3, Adafactor, 524,288 steps of 128 x 512
-tokens (34 G) of C4. What the release has beside the paper is in no field here: its windows are of
-9, and its block has one more dense layer.
+tiny: for a CPU, no published counterpart. t5_base: the published size and recipe: 12 + 12 layers of
+768 channels, kernel size 7, 15% in spans of 3, Adafactor, 524,288 steps of 128 x 512 tokens (34 G)
+of C4. The official code differs from the paper (kernel size 9, one more dense layer per block); no
+fields reproduce this.
 
     python -m convbert_jax.main --config=configs/span_corruption.py:tiny,light \\
         --config.data.source='text:FOLDER/*.txt'

@@ -1,17 +1,16 @@
-"""SQuAD: questions on a paragraph, answered by a piece of it; 1.1 (`v1`), or 2.0 (`v2`), where some
-have no answer.
+"""SQuAD: extractive question answering; 1.1 (`v1`), or 2.0 (`v2`) with unanswerable questions.
 
-Published for dev after 1M steps, EM / F1 of 1.1 and of 2.0 (ConvBERT table 4): small 77.1 / 84.1
-and 68.7 / 70.5, base 84.7 / 90.9 and 80.6 / 83.1. `v1,paper` and `v2,paper` are the recipe of the
-release: its head predicts the end from the start, and all rows are 512 tokens long.
+Published for dev after 1M steps, EM / F1 of 1.1 and 2.0 (ConvBERT table 4): small 77.1 / 84.1 and
+68.7 / 70.5, base 84.7 / 90.9 and 80.6 / 83.1. `v1,paper` and `v2,paper` are the recipe of the
+official code: its head predicts the end from the start, and all rows have 512 tokens.
 
     python -m convbert_jax.main --config=configs/squad.py:v1 --config.init_from=runs/small \\
         --config.finetune.data=FOLDER
 
-FOLDER has train-v1.1.json and dev-v1.1.json (.gz too; https://rajpurkar.github.io/SQuAD-explorer/),
-or is tfds:DIR, a prepared squad or squad_v2. Pre-training at length 128 leaves later positions
-untrained: give such weights enough epochs, or shorter rows with
---config.finetune.length=128 --config.finetune.stride=48.
+FOLDER contains train-v1.1.json and dev-v1.1.json (optionally .gz;
+https://rajpurkar.github.io/SQuAD-explorer/), or is tfds:DIR, a prepared squad or squad_v2.
+Pre-training at length 128 leaves later positions untrained: train enough epochs, or use shorter
+rows with --config.finetune.length=128 --config.finetune.stride=48.
 """
 
 from configs import finetuning

@@ -1,8 +1,8 @@
-"""Summaries: a document is read, its summary written (Wu et al. 2019, whose CNN/DailyMail model of
-87M parameters has ROUGE-1 39.84 for `dynamic`, on 400 tokens of the document).
+"""Abstractive summarization (Wu et al. 2019, whose CNN/DailyMail model of 87M parameters has
+ROUGE-1 39.84 for `dynamic`, on 400 tokens of the document).
 
-What of a document is beyond config.parallel.max_length is not read.
-tiny: for a CPU, reproduces nothing published. wmt_en_de_big: the shape of the published model.
+Documents are truncated to config.parallel.max_length tokens.
+tiny: for a CPU, no published counterpart. wmt_en_de_big: size of the published model.
 
     python -m convbert_jax.main --config=configs/summarization.py:tiny,dynamic \\
         --config.parallel.source=jsonl:train.jsonl --config.parallel.columns=document,summary

@@ -1,9 +1,9 @@
-"""Fine-tuning on labelled text beyond GLUE: your own files, or one of the public sets below, each a
-few lines of `config.task` and a pattern to copy.
+"""Fine-tuning on other labelled text: your own files, or one of the public data sets below, each
+described by a few lines of `config.task` that can serve as a template.
 
-Reproduces nothing published: no ConvBERT score on these is known. Each public set is read from
---config.task.folder=FOLDER, which has the files named below (.gz too). `paper` after a comma
-(`:sick,paper`) is the release's recipe.
+There are no published ConvBERT scores for these. Public data sets are read from
+--config.task.folder=FOLDER, which contains the files named below (optionally .gz). `paper` after a
+comma (`:sick,paper`) is the recipe of the official code.
 
     python -m convbert_jax.main --config=configs/text.py:sick --config.init_from=runs/small \\
         --config.task.folder=FOLDER
@@ -11,11 +11,12 @@ Reproduces nothing published: no ConvBERT score on these is known. Each public s
         --config.task.train=train.csv --config.task.test=test.csv --config.task.texts=review \\
         --config.task.label=stars
 
-imdb: film reviews, 2 labels, one table a split. trec: questions, 6 (its train_5500.label and
-TREC_10.label as train.txt and test.txt). agnews: news, 4, trained on a sample of 10,001 rows.
-sick: sentence pairs, entailment, 3, from SICK.zip; sick_relatedness: their likeness, 1 to 5. snli:
-entailment, 3, trained on its dev set, a file a column. clinc150: intents, 150 and out of scope,
-from data_full.json of clinc/oos-eval. qqp_part: question pairs, 2, a part of QQP.
+imdb: film reviews, 2 labels, one table per split. trec: questions, 6 labels (train_5500.label and
+TREC_10.label renamed to train.txt and test.txt). agnews: news, 4 labels, trained on a sample of
+10,001 rows. sick: sentence pairs, entailment, 3 labels, from SICK.zip; sick_relatedness: their
+similarity, 1 to 5. snli: entailment, 3 labels, trained on its dev set, one file per column.
+clinc150: intents, 150 labels and out of scope, from data_full.json of clinc/oos-eval. qqp_part:
+question pairs, 2 labels, a part of QQP.
 """
 
 from configs import finetuning

@@ -1,8 +1,7 @@
-"""Text to text: any task whose answer is a text, a label's name or a logical form, learned by an
-encoder-decoder; from span corruption (span_corruption.py) or from scratch (Tay et al. 2021; T5).
+"""Text-to-text tasks for encoder-decoders: the target is a text, a label name or a logical form.
 
-tiny: for a CPU, reproduces nothing published. t5_base: T5's fine-tuning, Adafactor at a constant
-rate of 0.001.
+Starts from span corruption (span_corruption.py) or from scratch (Tay et al. 2021; T5). tiny: for a
+CPU, no published counterpart. t5_base: T5's fine-tuning, Adafactor at a constant rate of 0.001.
 
     python -m convbert_jax.main --config=configs/text_to_text.py:tiny,light \\
         --config.init_from=runs/span-corruption-tiny-light --config.parallel.source=tsv:train.tsv \\
@@ -31,7 +30,7 @@ def get_config(variant: str = "tiny,dynamic"):
         config.train.eval_every = 500
         config.checkpoint.every = 500
     else:
-        # T5 drops out in all these places.
+        # T5 uses dropout in all these places.
         config.sequence.activation_dropout = config.model.dropout
         config.sequence.last_dropout = config.model.dropout
         config.tokenizer.vocab_size = 32_128

@@ -1,12 +1,11 @@
-"""A ConvBERT that learns something visible in minutes on two CPU cores; for first runs, tests and
-teaching.
+"""A ConvBERT for first runs, tests and teaching, which trains in minutes on two CPU cores.
 
-Reproduces nothing published. Corpus: the docstrings of the standard library and the installed
-packages, which every machine has; name yours with --config.data.source=text:FOLDER/*.txt. 1.4M
-parameters, rows of 64 tokens.
+No published counterpart. 1.4M parameters, rows of 64 tokens. Corpus: docstrings of the standard
+library and the installed packages, which need no download; for yours set
+--config.data.source=text:FOLDER/*.txt.
 
     python -m convbert_jax.main --config=configs/tiny.py
-    python -m convbert_jax.main --config=configs/tiny.py:paper      # the release in every quirk
+    python -m convbert_jax.main --config=configs/tiny.py:paper      # all quirks of the official code
 """
 
 from configs import variants
@@ -20,7 +19,7 @@ def get_config(variant: str = "default"):
     config.model.heads = 4
     config.model.ffn_size = 512
     config.model.positions = 128
-    # A CPU, which this is for, is a seventh faster with the layers one after the other.
+    # On a CPU, unrolled layers are faster.
     config.model.scan_unroll = 4
     config.generator.size = 0.5
     config.generator.layers = 0.5
@@ -41,16 +40,16 @@ def get_config(variant: str = "default"):
 
 
 def _learn_soon(config) -> None:
-    """What learns most within minutes, by experiments at equal steps (benchmarks/RESULTS.md, 16).
+    """Sets what trains best within minutes, measured at equal steps (benchmarks/RESULTS.md, 16).
 
-    Of no use to whoever has days, as far as is known: nobody has compared them there.
+    Not compared for long runs.
     """
     config.optimizer.method = "muon"
     config.optimizer.learning_rate = 4e-3
-    # Each text is read once or twice, too seldom to be learned by heart.
+    # Each text is seen once or twice, so overfitting is not a problem.
     config.model.dropout = 0.0
     config.model.attention_dropout = 0.0
-    # More is masked, so that there is more to predict and to find in a step; and the generator is
-    # slower to become better than a discriminator that has seen little.
+    # More masking provides more targets per step, and a weaker generator stays behind longer, which
+    # the discriminator needs early in training.
     config.objective.mask_fraction = 0.25
     config.generator.layers = 0.25

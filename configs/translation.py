@@ -1,9 +1,9 @@
 """Translation by LightConv, DynamicConv, a Transformer or any other mixer (Wu et al. 2019).
 
-tiny: 2.2M parameters, for a CPU; reproduces nothing published. iwslt_de_en: published 35.2 BLEU for
+tiny: 2.2M parameters, for a CPU; no published counterpart. iwslt_de_en: published 35.2 BLEU for
 `dynamic` (tokenized, beam 4, 10 checkpoints averaged), 50,000 steps of 4,000 tokens. wmt_en_de_big:
-29.7 for `dynamic` (compound-split BLEU, beam 5), 30,000 steps of 458,752 tokens, here on as many
-devices as there are. Filters of LightConv come from `light`, those of DynamicConv from `dynamic`.
+published 29.7 for `dynamic` (compound-split BLEU, beam 5), 30,000 steps of 458,752 tokens on any
+number of devices. LightConv is mixer `light`, DynamicConv is `dynamic`.
 
     python -m convbert_jax.main --config=configs/translation.py:tiny,dynamic \\
         --config.parallel.source=parallel:train.en,train.de
@@ -11,8 +11,8 @@ devices as there are. Filters of LightConv come from `light`, those of DynamicCo
         --config.parallel.source=parallel:train.de,train.en \\
         --config.parallel.validation_source=parallel:valid.de,valid.en
 
-Left out of the published recipes: tokenization by Moses and BPE of their own files, for which
-SentencePiece stands, on raw text; the release's scores are of tokenized text, ours sacreBLEU's.
+Differences from the published recipes: SentencePiece on raw text instead of Moses tokenization and
+BPE; scores by sacreBLEU, where the published ones are of tokenized text.
 """
 
 from configs import written
@@ -33,7 +33,7 @@ def _make_tiny(config) -> None:
     config.tokenizer.vocab_size = 8_000
     config.parallel.batch_tokens = 2_048
     config.parallel.shapes = 4
-    # On Multi30k, post-norm, 1,000 steps: 27.3 BLEU, AdamW at 3e-3 25.4; RESULTS, section 14.
+    # Better than AdamW on Multi30k (benchmarks/RESULTS.md, section 14).
     config.optimizer.method = "muon"
     config.optimizer.schedule = "cosine"
     config.optimizer.learning_rate = 4e-3

@@ -1,28 +1,30 @@
-"""What the text after the colon of --config selects: `default`; `paper`, ConvBERT as its official
-code trains it; `bert`, masked words as BERT has them; `light`, `dynamic` and `dilated`, an encoder
-of convolutions alone.
+"""Variants of the pre-training configs: `default`; `paper`, the recipe of the official ConvBERT
+code; `bert`, BERT's masked language model; `light`, `dynamic` and `dilated`, convolution only.
 
-Each line below is one field of `convbert_jax/config/`, whose comment says what the release does.
+The comments in `convbert_jax/config/` describe the behavior of the official code for each field.
 
-What `paper` leaves out:
-- AUC from 200 thresholds of the probability; ours is exact.
-- Evaluation on the first 100 batches of the training data; ours holds documents out.
-- The clipping norm without a TPU. There tf.clip_by_global_norm squares the rows of an IndexedSlices
-  gradient before those of repeated ids are added; ours adds them first. It concerns word tables
-  that are only looked up: untied and uniform generators, and fine-tuning.
-- WordPiece of BERT's tokenization.py: ours is that of Hugging Face's tokenizers, which removes
-  characters for private use and knows the punctuation of an older Unicode.
-The random numbers differ too, and the corpus, which was OpenWebText.
+Differences of `paper` from the official code:
+- AUC is exact, not computed from 200 thresholds of the probability.
+- Evaluation uses held-out documents, not the first 100 batches of the training data.
+- The clipping norm adds gradient rows of repeated ids before squaring. Without a TPU,
+  tf.clip_by_global_norm squares the rows of an IndexedSlices gradient first. This affects word
+  tables that are only looked up: untied and uniform generators, and fine-tuning.
+- WordPiece is implemented by Hugging Face's tokenizers, not BERT's tokenization.py. It removes
+  private-use characters and uses the punctuation of an older Unicode version.
+- Random numbers and the corpus (OpenWebText) differ.
 
-What `bert` leaves out: next sentence prediction, so the second segment always follows the first,
-and the last tenth of the steps at 512 tokens (bert.py has both); masks drawn ten times beforehand,
-ours are new in every epoch; the clipping by each of its 16 TPU cores. Its warm-up rises to the full
-rate and falls at once to the line of the decay; ours rises to that line, at most 1% lower on the
-way. Its rate is published for BERT-base only: the other sizes keep theirs.
+Differences of `bert` from BERT's code:
+- No next sentence prediction (the second segment always follows the first), and all steps have the
+  same length; bert.py has sentence pairs and the last tenth of the steps at 512 tokens.
+- Masks are sampled in every epoch, not ten times in advance.
+- Gradients are not clipped separately on 16 TPU cores.
+- The warm-up ends on the line of the decay and is at most 1% lower; BERT's ends at the full rate
+  and then drops to that line.
+- The learning rate is published for BERT-base only; other sizes keep theirs.
 
-`light` and `dynamic` have the block and the growing filters of LightConv and DynamicConv (Wu et al.
-2019), here in place of all attention, and everything else as the default: they reproduce nothing
-published. With one layer of attention, --config.model.stages says which.
+`light` and `dynamic` replace all attention by the blocks of LightConv and DynamicConv (Wu et al.
+2019) with growing kernel sizes; other fields are as in the default. They have no published
+counterpart. Use --config.model.stages to keep an attention layer.
 """
 
 from convbert_jax.config import to_config_dict
@@ -33,7 +35,7 @@ VARIANTS = ("default", "paper", "bert", *CONVOLUTIONAL)
 
 
 def start(name: str, variant: str):
-    """A ConfigDict with all defaults for the run `name`, ready for its sizes; see `finish`.
+    """Returns a ConfigDict with all defaults for the run `name`; call `finish` after setting sizes.
 
     Raises:
       ConfigError: the variant is unknown.
@@ -46,7 +48,7 @@ def start(name: str, variant: str):
 
 
 def finish(config):
-    """Applies the variant last, so that it sees the sizes."""
+    """Applies the variant, which depends on the sizes, and locks the config."""
     if config.variant == "paper":
         _follow_release(config)
     if config.variant == "bert":
@@ -60,8 +62,9 @@ def finish(config):
 
 
 def _follow_release(config) -> None:
-    """What ConvBERT's code adds to ELECTRA's. The eight parts of a batch are in base.py, the only
-    size that was trained on a TPU.
+    """Sets the recipe of the official ConvBERT code, which is based on ELECTRA's.
+
+    release_replicas is set in base.py, the only size that was trained on a TPU.
     """
     follow_electra(config)
     config.model.mask_convolution = False
@@ -69,10 +72,10 @@ def _follow_release(config) -> None:
 
 
 def follow_electra(config) -> None:
-    """Pre-training of ELECTRA's official code, on which ConvBERT's is built.
+    """Sets the pre-training recipe of ELECTRA's official code.
 
-    Not here because the default does the same: initializers, generator sizes and heads, 85% [MASK]
-    / 15% unchanged, loss weights 1 and 50, epsilon 1e-6 and decay of embedding tables.
+    Equal by default: initializers, generator sizes and heads, 85% [MASK] / 15% unchanged, loss
+    weights 1 and 50, epsilon 1e-6 and weight decay of embedding tables.
     """
     config.compute_dtype = "float32"
     config.objective.sample_with_replacement = True
@@ -89,11 +92,11 @@ def follow_electra(config) -> None:
 
 
 def follow_bert(config) -> None:
-    """BERT's layers, and its pre-training (Devlin et al., 2019, A.2, and its code).
+    """Sets BERT's layers and pre-training recipe (Devlin et al., 2019, A.2, and its code).
 
-    Not here because the default does the same: 15% of the tokens, drawn without replacement,
-    truncated normal initializers, decay 0.01 of all but biases and layer norms, clipping at 1,
-    10,000 steps of warm-up, dropout 0.1. The rate of BERT-base is in base.py.
+    Equal by default: 15% of the tokens, sampled without replacement, truncated normal initializers,
+    weight decay 0.01 except for biases and layer norms, clipping at 1, 10,000 warm-up steps,
+    dropout 0.1. The learning rate of BERT-base is set in base.py.
     """
     config.recipe = "masked_lm"
     config.compute_dtype = "float32"
@@ -112,8 +115,10 @@ def _tokenize_as_bert(config) -> None:
 
 
 def _only_convolve(config) -> None:
-    """light, dynamic: filters of 3, 7, 15 and from the fourth layer on 31 taps, those of the
-    published encoder of 7 layers. dilated: 7 taps, 1, 2, 4, 8, 1, 2, ... positions apart.
+    """Sets a convolution-only encoder.
+
+    light, dynamic: kernel sizes 3, 7, 15, and 31 from the fourth layer on, as in the published
+    encoder of 7 layers. dilated: kernel size 7 with dilations 1, 2, 4, 8, 1, 2, ...
     """
     config.model.mixer = config.variant
     layers = range(config.model.layers)

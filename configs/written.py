@@ -1,6 +1,7 @@
-"""What the configs of models that write text share: SIZE,MIXER behind the colon of --config, any
-mixer of convbert_jax/config/mixers.py that has a causal form. A Transformer of the same shape is
-always the other row: SIZE,attention.
+"""Shared code of the configs of generative models.
+
+The variant is SIZE,MIXER with any mixer of convbert_jax/config/mixers.py that has a causal form.
+SIZE,attention is the Transformer baseline of that size.
 """
 
 import dataclasses
@@ -12,15 +13,15 @@ from convbert_jax.config.sequences import SIZES
 
 
 def start(recipe: str, variant: str, sizes: tuple[str, ...]):
-    """(ConfigDict of the recipe with model and sequence of the variant, its size).
+    """Returns a ConfigDict with model and sequence sections of the variant, and its size.
 
     Raises:
-      ConfigError: the variant names no size of `sizes`, or no mixer.
+      ConfigError: the size is not in `sizes`, or the mixer is unknown.
     """
     size, _, mixer = variant.partition(",")
     mixer = mixer or "dynamic"
     check_choice("variant", size, sizes)
-    if ":" not in mixer:  # of one's own
+    if ":" not in mixer:  # not a custom mixer
         check_choice("variant", mixer, tuple(MIXERS))
     config = to_config_dict()
     config.recipe = recipe

@@ -326,7 +326,9 @@ def test_what_was_fitted_is_one_line_of_the_log(caplog):
         read(TINY, "--config.train.steps=50k")
         read(TINY, "--config.seed=1")
     (record,) = caplog.records
-    fitted = "config.optimizer.warmup_steps=6, config.train.eval_every=50, config.checkpoint.every=50"
+    fitted = (
+        "config.optimizer.warmup_steps=6, config.train.eval_every=50, config.checkpoint.every=50"
+    )
     assert record.args == ("50", "800", "configs/tiny.py", fitted)
 
 
