@@ -5,7 +5,7 @@ library and the installed packages, which need no download; for yours set
 --config.data.source=text:FOLDER/*.txt.
 
     python -m convbert_jax.main --config=configs/tiny.py
-    python -m convbert_jax.main --config=configs/tiny.py:paper      # all quirks of the official code
+    python -m convbert_jax.main --config=configs/tiny.py:paper  # all quirks of the official code
 """
 
 from configs import variants
