@@ -53,14 +53,13 @@ def to_svg(draw: Callable[["Axes"], None], size: tuple[float, float], title: str
     """Returns an <svg> element whose `COLORS` are CSS variables of the page around it.
 
     Args:
-      draw: draws on the axes; what it draws has no texts from outside of the package.
+      draw: draws on the axes; must not draw texts from outside of the package.
       size: width and height in inches.
       title: describes the figure to readers who cannot see it.
     """
     from markupsafe import Markup, escape
 
-    # Salted ids are hashes of what they name, so equal ids of several figures on a page are equal
-    # definitions.
+    # Salted ids are hashes of the definitions, so figures on one page can share ids.
     options = {
         "svg.fonttype": "none",
         "svg.hashsalt": "convbert_jax",

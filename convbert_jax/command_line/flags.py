@@ -96,7 +96,7 @@ INPUT_FORMAT = flags.DEFINE_enum(
     "input_format",
     "auto",
     INPUT_FORMATS,
-    "Format of --input; auto: a table if the file's name says so, else lines.",
+    "Format of --input; auto: a table for such a file extension, else lines.",
 )
 TEXTS = flags.DEFINE_list(
     "texts",
