@@ -20,9 +20,9 @@ def check_stages(model: ModelSection, others: Sequence[tuple[str, tuple[str, ...
             check_number(f"model.stages[{i}].{field}", getattr(section, field), bounds)
         check(
             not section.mixer_fields or section.mixer != "",
-            f"config.model.stages[{i}].mixer_fields={','.join(section.mixer_fields)} needs a "
-            f"mixer; set config.model.stages[{i}].mixer.",
-            field=f"config.model.stages[{i}",
+            f"needs a mixer; set config.model.stages[{i}].mixer.",
+            field=f"config.model.stages[{i}].mixer_fields",
+            value=section.mixer_fields,
         )
     check_name(model.mixer, "config.model.mixer")
     for name, numbers in schedules(model).items():
