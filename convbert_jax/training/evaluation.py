@@ -1,4 +1,4 @@
-"""One pass over the held-out rows: the same numbers in the loop and on a checkpoint."""
+"""Evaluation on the held-out rows, shared by the training loop and `evaluate`."""
 
 import collections
 from collections.abc import Iterable, Iterator
@@ -16,14 +16,14 @@ from convbert_jax.training.task import Params, Task
 Tree = TypeVar("Tree")
 
 _LESS_MEMORY = (
-    "a batch to evaluate is whole, config.train.accumulation does not cut it: split rows over more "
-    "devices with config.mesh.data, parameters with config.mesh.fsdp, or lower "
-    "config.train.batch_size, for pairs of texts config.parallel.batch_tokens"
+    "shard rows with config.mesh.data, shard parameters with config.mesh.fsdp, or lower "
+    "config.train.batch_size (for text pairs, config.parallel.batch_tokens); "
+    "config.train.accumulation does not split evaluation batches"
 )
 
 
 class EvaluationError(UserError):
-    """There is nothing to evaluate, or nothing to evaluate on."""
+    """There is no model or no held-out data to evaluate."""
 
 
 def run(
@@ -35,16 +35,16 @@ def run(
     seed: int,
     opt_state: Any = None,
 ) -> dict[str, float]:
-    """The numbers of `task.evaluator`.
+    """Evaluates all batches and returns the metrics of `task.evaluator` by name.
 
     Args:
-      eval_step: `task.evaluate`, compiled.
-      batches: on the devices, from the first; what is masked in each depends on its number.
+      eval_step: compiled `task.evaluate`.
+      batches: global arrays, starting with the first batch; masks depend on the batch index.
       seed: config.seed.
-      opt_state: of a run under way, which lies on the devices beside the parameters.
+      opt_state: optimizer state on the devices during training, for the out-of-memory error.
 
     Raises:
-      OutOfMemoryError: the device is too small.
+      OutOfMemoryError: the device has too little memory.
       EvaluationError: there are no batches.
     """
     key = state_lib.fold_in_name(jax.random.key(seed), "evaluation")
@@ -61,15 +61,17 @@ def run(
         values = task.evaluator.over(fetch(outputs(), ahead=1))
     if not count:
         raise EvaluationError(
-            "there are no held-out rows; raise config.data.heldout_fraction.",
+            "There are no held-out rows. Raise config.data.heldout_fraction.",
             field="config.data.heldout_fraction",
         )
     return values
 
 
 def fetch(running: Iterable[Tree], *, ahead: int) -> Iterator[Tree]:
-    """What `running` dispatches, on the host, in its order; each is waited for when `ahead` more
-    are on their way, so that the device is never idle and never holds all of them.
+    """Yields the outputs of `running` as host arrays, in order.
+
+    Waits for an output only after dispatching `ahead` more, so the device stays busy without
+    holding all outputs.
     """
     waiting: collections.deque[Tree] = collections.deque()
     for outputs in running:

@@ -1,4 +1,4 @@
-"""The training loop: step, report, evaluate, save, in an order that makes resuming exact."""
+"""Training loop: step, report, evaluate and save, with exact resumption."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ from convbert_jax.workdir import Workdir
 
 
 class Batches(Protocol):
-    """Training input: the rows of this process, and a position that can be kept and set."""
+    """Iterator over training batches (the rows of this process) with a resumable position."""
 
     def __next__(self) -> Batch: ...
     def get_state(self) -> dict[str, Any]: ...
@@ -40,26 +40,26 @@ class Batches(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended."""
+    """Final step, state and metrics of a run."""
 
     step: int
     state: TrainState
-    train: dict[str, float]  # numbers of the last log interval
-    evaluation: dict[str, float]  # held-out numbers of the last evaluation
-    stopped_by: str | None  # name of the signal, if one stopped it, with its state saved
+    train: dict[str, float]  # metrics of the last log interval
+    evaluation: dict[str, float]  # held-out metrics of the last evaluation
+    stopped_by: str | None  # signal that stopped the run after saving, if any
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal stopped it."""
+        """Whether a signal stopped the run."""
         return self.stopped_by is not None
 
 
 class _Dispatched(NamedTuple):
-    """A step whose numbers are still on the device."""
+    """A dispatched step whose metrics are still on the device."""
 
     step: int
     vitals: Vitals
-    totals: Metrics | None  # of the whole interval, if it ends here
+    totals: Metrics | None  # of the log interval, if it ends here
     batch: Batch
 
 
@@ -74,33 +74,33 @@ def train(
     initial_params: Callable[[], Params] | None = None,
     publish: Callable[[int, Params], None] | None = None,
 ) -> Result:
-    """Trains up to `config.train.steps`, from the newest checkpoint in `workdir` if there is one.
+    """Trains to `config.train.steps`, resuming from the newest checkpoint in `workdir` if any.
 
-    SIGTERM and SIGINT finish the step, save and return; before the first step is done there is
-    nothing to save, and within `interrupts.handled` they end the process. A run that is finished
-    already returns what it holds. The state at any step depends on config and data only, never on
-    where a run was cut; after a rollback on what `workdir.skipped` says besides.
+    On SIGTERM or SIGINT the run finishes its step, saves and returns. Before the end of the first
+    step nothing can be saved, and within `interrupts.handled` a signal ends the process. A finished
+    run returns its last state and metrics. The state at any step depends only on config, data and
+    the rollbacks in `workdir.skipped`, not on interruptions.
 
     Args:
-      batches: closed at the end, however it ends; of at most `task.batch_shapes` shapes, whose rows
-        the mesh and config.train.accumulation divide.
-      evaluation: gives the held-out batches, from the first, each time it is called, the last
-        filled up with rows of weight zero.
-      initial_params: whole, on the host of each process; asked for by a run without checkpoints.
-        None: `task.init` with a key of `config.seed`.
-      publish: called with (step, parameters) on all processes before the first step and every
+      batches: training input, closed on every exit. At most `task.batch_shapes` shapes, with rows
+        divisible by the mesh and config.train.accumulation.
+      evaluation: returns the held-out batches, from the first, at each call; the last batch is
+        padded with rows of weight 0.
+      initial_params: returns unsharded host arrays, the same on each process; called only without
+        checkpoints. None: `task.init` with a key from `config.seed`.
+      publish: called as publish(step, params) on all processes before the first step and every
         `config.checkpoint.huggingface_every` steps.
 
     Raises:
       ShardingError: mesh and parameters do not fit together.
       CheckpointError: no checkpoint can be read, or several in a row cannot be written.
       OwnershipError: another run has taken over `workdir`.
-      TrainingError: loss or gradient are no good and config.train.rollbacks are used up; the batch
-        is kept in `workdir`.
-      EvaluationError: no held-out rows.
-      ReportError: the report cannot be written.
-      ConfigError: the tracker that the config names cannot begin.
-      OutOfMemoryError: the device is too small.
+      TrainingError: the loss or gradient of a step is bad and no rollbacks are left; the batch is
+        saved in `workdir`. Or the training data ended, or config.checkpoint.best_metric is unknown.
+      EvaluationError: there are no held-out rows.
+      ReportError: metrics cannot be written.
+      ConfigError: the configured tracker cannot start.
+      OutOfMemoryError: the device has too little memory.
     """
     t = config.train
     with contextlib.ExitStack() as stack:
@@ -133,7 +133,7 @@ def train(
                 watchdog=watchdog,
             )
             try:
-                # Not entered into `stack`, which would keep the state of `run` after a rollback.
+                # Not entered into `stack`, which would keep `run` and its state alive.
                 with memory.explain_out_of_memory(
                     "training", memory.LESS_TO_TRAIN, run.find_memory
                 ):
@@ -153,9 +153,9 @@ def train(
 
 @dataclasses.dataclass(kw_only=True)
 class _Run:
-    """What `train` was given, then the state of the loop.
+    """Arguments of `train` and the state of the loop.
 
-    `step` counts the steps dispatched, `state` is the one after them.
+    `step` is the number of dispatched steps, and `state` is the state after them.
     """
 
     task: Task
@@ -174,14 +174,14 @@ class _Run:
     state: TrainState | None = None
     reporter: reporting.Reporter | None = None
     pending: _Dispatched | None = None
-    totals: Metrics | None = None  # of the log interval so far
-    cut_interval: dict[str, Any] | None = None  # sums of it up to the checkpoint
+    totals: Metrics | None = None  # sums of the log interval so far
+    cut_interval: dict[str, Any] | None = None  # its sums up to the checkpoint
     train_values: dict[str, float] = dataclasses.field(default_factory=dict)
     eval_values: dict[str, float] = dataclasses.field(default_factory=dict)
     clock: Clock = dataclasses.field(default_factory=Clock)
     watch: compilation.RecompileWatch = dataclasses.field(init=False)
     guard: LossGuard = dataclasses.field(init=False)
-    given: list[Params] = dataclasses.field(default_factory=list)  # to each step, on the devices
+    given: list[Params] = dataclasses.field(default_factory=list)  # step arguments, on device
     shapes: dict[str, jax.ShapeDtypeStruct] | None = None  # of the newest batch
 
     def __post_init__(self):
@@ -191,7 +191,7 @@ class _Run:
         self.guard = LossGuard(self.config.train.spike)
 
     def restore_or_start(self) -> None:
-        """State and data position of the newest checkpoint, or those of a new run."""
+        """Restores state and data position from the newest checkpoint, or starts a new run."""
         self._check_best_metric()
         restored = self.checkpoints.restore(self.program.abstract)
         if restored:
@@ -199,7 +199,7 @@ class _Run:
             self.step = int(self.state.step)
             self.cut_interval = position.pop(interval.KEY, None)
             self.guard.restore(position)
-            if position:  # an imported checkpoint has none: its data begin at the first row
+            if position:  # absent from imported checkpoints: start at the first row
                 self.batches.set_state(position)
             logging.info("Resuming from the checkpoint of step %d.", self.step)
             return
@@ -224,14 +224,13 @@ class _Run:
         if self.step == 0:
             self._publish_if_due()
         with Profiler(self.workdir.profile, t, self.step) as profiler:
-            # Resuming is exact because of this order: evaluate the state of `step`, look at its
-            # loss, save, and only then draw the next batch. State, data position and the lines of
-            # metrics.jsonl then agree.
+            # This order makes resumption exact: evaluate the state of `step`, check its loss, save,
+            # and only then draw the next batch. State, data position and metrics.jsonl then agree.
             while self.step < t.steps and not signal_name:
                 profiler.before(self.step + 1)
                 if self.clock.running:
                     self._dispatch()
-                else:  # compiles, and is waited for
+                else:  # compiles, and blocks until the step is done
                     with interrupts.nothing_to_save():
                         self._dispatch()
                 profiler.after(self.step, self.state)
@@ -241,7 +240,7 @@ class _Run:
                 if last or self.step % t.eval_every == 0:
                     self._look_at_pending()
                     values = self._evaluate()
-                self._publish_if_due()  # before the save: a start after a kill does it again
+                self._publish_if_due()  # before saving, so a restart after a kill repeats it
                 due = last or signal_name or self.step % c.every == 0
                 if due or (values and self.checkpoints.is_best(values)):
                     self._look_at_pending()
@@ -255,12 +254,12 @@ class _Run:
                     saved = self.step
         stopped_by = signal_name if self.step < t.steps else None
         if stopped_by:
-            message = "Stopped by %s after step %d; the same command goes on from checkpoint %d."
+            message = "Stopped by %s after step %d; the same command resumes from checkpoint %d."
             logging.info(message, stopped_by, self.step, saved)
         return Result(self.step, self.state, self.train_values, self.eval_values, stopped_by)
 
     def finished(self) -> Result:
-        logging.info("Nothing to do: the run is finished, at step %d.", self.step)
+        logging.info("Nothing to do: the run finished at step %d.", self.step)
         lines = reporting.read_undamaged(self.workdir.metrics)
         train, validation = (reporting.last_of(lines, split) for split in ("train", "validation"))
         return Result(self.step, self.state, train, validation, stopped_by=None)
@@ -273,14 +272,14 @@ class _Run:
                 self.publish(self.step, self.state.params)
 
     def _dispatch(self) -> None:
-        """Draws a batch and starts its step; looks at the step before while this one runs."""
+        """Dispatches the next step, then processes the metrics of the previous step."""
         try:
             for _ in range(self.rollbacks.batches_after(self.step) + 1):
                 batch = next(self.batches)
         except StopIteration:
             raise TrainingError(
-                f"the training data ended at step {self.step} of config.train.steps="
-                f"{self.config.train.steps}; give more data or fewer steps.",
+                f"The training data ended at step {self.step} of config.train.steps="
+                f"{self.config.train.steps}. Provide more data or lower config.train.steps.",
                 field="config.train.steps",
                 value=self.config.train.steps,
             ) from None
@@ -303,7 +302,7 @@ class _Run:
         ends = whole or self.step == self.config.train.steps
         before = self.pending
         self.pending = _Dispatched(self.step, vitals, self.totals if ends else None, batch)
-        if whole:  # one that the end cuts goes on in a run that is made longer
+        if whole:  # a partial interval continues if the run is extended
             self.totals = None
         if before:
             self._look_at(before)
@@ -313,7 +312,7 @@ class _Run:
         self.reporter.advance()
 
     def _look_at_pending(self) -> None:
-        """Waits for the newest step and looks at it."""
+        """Waits for the newest step and processes its metrics."""
         if self.pending:
             self._look_at(self.pending)
             self.pending = None
@@ -326,7 +325,7 @@ class _Run:
             return
         self.watch.check(done.step)
         values = self.task.summarize(jax.device_get(done.totals))
-        # Vitals are of the last step; a loss that the task sums is the mean of the interval.
+        # Vitals describe the last step; the task's metrics are means over the interval.
         self.train_values = vitals | values
         self.reporter.train(done.step, self.train_values, self.clock.lap(done.step))
         if self.config.train.warn_health:
@@ -334,20 +333,20 @@ class _Run:
 
     def _fail(self, done: _Dispatched, vitals: dict[str, float], wrong: str):
         place = self.workdir.bad_batch(done.step, jax.process_index())
-        kept = f"is kept in {place}"
+        kept = f"was saved to {place}"
         try:
             with files.replacing(place) as file:
                 np.savez(file, **done.batch, step=done.step, seed=self.config.seed, **vitals)
         except OSError as error:
-            kept = f"could not be kept in {place} ({error.strerror})"
+            kept = f"could not be saved to {place} ({error.strerror})"
         self.checkpoints.settle()
         newest = self.checkpoints.newest
-        good = f"the last good checkpoint is of step {newest}" if newest else "none was saved yet"
+        good = f"The checkpoint of step {newest} is good" if newest else "No checkpoint exists"
         rollbacks = "" if self.config.train.rollbacks else ", or set config.train.rollbacks"
         raise BadStepError(
-            f"step {done.step}: {wrong}; the batch {kept}, {good}; lower "
-            "config.optimizer.learning_rate or lengthen config.optimizer.warmup_steps and start "
-            f"again{rollbacks}",
+            f"Bad step {done.step}: {wrong}. The batch {kept}. {good}. Lower "
+            "config.optimizer.learning_rate or raise config.optimizer.warmup_steps and restart"
+            f"{rollbacks}.",
             done.step,
         )
 
@@ -372,16 +371,16 @@ class _Run:
         return self.program.put_batch(batch)
 
     def find_memory(self) -> dict[str, int]:
-        """What a step takes of a device."""
+        """Returns cause -> bytes per device of a training step."""
         accumulation = self.config.train.accumulation
         return memory.find_causes(self.task, self.program, self.shapes, accumulation)
 
     def _check_best_metric(self) -> None:
-        """Refuses a name that no evaluation will give, now and not at the first one."""
+        """Raises TrainingError if the best metric is unknown, before the first evaluation."""
         name, known = self.config.checkpoint.best_metric, self.task.evaluator.names
         if name and name not in known:
             raise TrainingError(
-                f"config.checkpoint.best_metric={name} is not measured; choose one of: "
+                f"config.checkpoint.best_metric={name} is not a metric of this task; use one of: "
                 f"{', '.join(sorted(known))}.",
                 field="config.checkpoint.best_metric",
                 value=name,
@@ -396,5 +395,5 @@ class _Run:
 
 @jax.jit
 def _add_metrics(first: Metrics, second: Metrics) -> Metrics:
-    """Sums of both; stays on the device."""
+    """Adds metrics on the device."""
     return jax.tree.map(jnp.add, first, second)

@@ -1,6 +1,4 @@
-"""What a run takes of the memory of one device, by cause, from shapes alone; and the sentence where
-that is too much.
-"""
+"""Memory of one device by cause, estimated from shapes, and the error when it is exhausted."""
 
 import contextlib
 import math
@@ -21,35 +19,34 @@ _MIB = 2**20
 
 
 LESS_TO_TRAIN = (
-    "raise config.train.accumulation (as many rows, fewer at once), set config.model.remat=dots or "
-    "full, split parameters with config.mesh.fsdp, or lower config.train.batch_size, for pairs of "
-    "texts config.parallel.batch_tokens"
+    "raise config.train.accumulation (same batch, smaller microbatches), set "
+    "config.model.remat=dots or full, shard parameters with config.mesh.fsdp, or lower "
+    "config.train.batch_size (for text pairs, config.parallel.batch_tokens)"
 )
 
 
 class OutOfMemoryError(UserError):
-    """The device has too little memory for what runs on it."""
+    """The device has too little memory."""
 
 
 @contextlib.contextmanager
 def explain_out_of_memory(
     work: str, advice: str, find_causes: Callable[[], Mapping[str, int]] = dict
 ) -> Iterator[None]:
-    """Turns the device's out-of-memory error, which says how many bytes were asked for, into one
-    sentence.
+    """Replaces an out-of-memory error of JAX within the block by one that names causes and fixes.
 
     Args:
-      work: what is being done, as "evaluating".
-      advice: the settings that lower what it takes.
-      find_causes: asked then: cause -> bytes of a device, as far as they are known.
+      work: the activity, for example "evaluating".
+      advice: settings that reduce memory, as an imperative clause without a period.
+      find_causes: called after the error; returns cause -> bytes per device where known.
 
     Raises:
-      OutOfMemoryError: the device is too small.
+      OutOfMemoryError: the device has too little memory.
     """
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        # jaxlib's own error comes as the other one at times, with the same words.
+        # jaxlib sometimes raises ValueError with the same message.
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         device = jax.local_devices()[0]
@@ -57,30 +54,30 @@ def explain_out_of_memory(
         causes = find_causes()
         limit = (device.memory_stats() or {}).get("bytes_limit")
         raise OutOfMemoryError(
-            f"out of memory on {device.device_kind} while {work} ({first}); "
-            + (f"it takes of a device {spell_causes(causes)}; " if causes else "")
-            + (f"there are {spell_bytes(limit)}; " if limit else "")
-            + f"{advice}."
+            f"Out of memory on {device.device_kind} while {work}: {first}. "
+            + (f"Needed per device: {spell_causes(causes)}. " if causes else "")
+            + (f"Available: {spell_bytes(limit)}. " if limit else "")
+            + f"To fix this, {advice}."
         ) from error
 
 
 def put_on_device(params: Params) -> Params:
-    """The parameters of a model in use, whole, on the first device.
+    """Copies the unsharded parameters of a model for inference to the default device.
 
     Raises:
-      OutOfMemoryError: it is too small for them.
+      OutOfMemoryError: the device has too little memory.
     """
 
     def find() -> dict[str, int]:
         return {"parameters": sum(leaf.nbytes for leaf in jax.tree.leaves(params))}
 
-    advice = "take a device with more memory, or the CPU with JAX_PLATFORMS=cpu"
+    advice = "use a device with more memory, or the CPU with JAX_PLATFORMS=cpu"
     with explain_out_of_memory("loading a model", advice, find):
         return jax.block_until_ready(jax.device_put(params))
 
 
 def bytes_of_device(tree) -> int:
-    """Of what lies on one device of arrays, or of shapes, that know their places."""
+    """Returns the bytes per device of arrays or `jax.ShapeDtypeStruct`s with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -90,18 +87,19 @@ def bytes_of_device(tree) -> int:
 def kept_bytes(
     task: Task, params: Params, batch, accumulation: int, mesh: Mesh | AbstractMesh, one: Mesh
 ) -> int:
-    """Activations of one device that wait for the backward pass, of one microbatch: what a step of
-    twice as many rows keeps more.
+    """Estimates the bytes per device of a microbatch's activations kept for the backward pass.
+
+    Computed as the difference between the residuals of 2n and of n rows.
 
     Args:
-      batch: name -> shape, of all devices.
-      accumulation: microbatches of a batch.
-      one: a device to trace on, of the kind of those of `mesh`.
+      batch: name -> shape of the global batch.
+      accumulation: microbatches per batch.
+      one: mesh of one device of the same kind as those of `mesh`, to trace on.
     """
     rows = max(1, next(iter(batch.values())).shape[0] // count_shards(mesh) // accumulation)
     step = jax.ShapeDtypeStruct((), jnp.int32)
 
-    # Without their places, which are of another mesh.
+    # Without shardings, which belong to another mesh.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
     def backward(params, batch, step, *given):
@@ -126,11 +124,11 @@ def find_causes(
     batch: Mapping[str, jax.ShapeDtypeStruct] | None,
     accumulation: int,
 ) -> dict[str, int]:
-    """Cause -> bytes of one device that a step takes.
+    """Returns cause -> bytes per device of a training step.
 
     Args:
-      batch: name -> shape, of all devices; None where none was drawn yet: without activations.
-      accumulation: microbatches of a batch.
+      batch: name -> shape of the global batch; None, before the first batch: no activations.
+      accumulation: microbatches per batch.
     """
     state, mesh = program.abstract, program.mesh
     causes = find_state(state.params, state.opt_state) | {
@@ -142,33 +140,33 @@ def find_causes(
             task.frozen,
             program.given_places[0],
         )
-        causes["parameters of the teacher"] = bytes_of_device(placed)
+        causes["teacher parameters"] = bytes_of_device(placed)
     if batch is not None:
         one = sharding.make_mesh(MeshSection(), list(mesh.devices.flat[:1]))
         kept = kept_bytes(task, state.params, batch, accumulation, mesh, one)
-        causes["activations that wait for the backward pass"] = kept
+        causes["activations kept for the backward pass"] = kept
     return causes
 
 
 def find_state(params: Params, opt_state: Any = None) -> dict[str, int]:
-    """Cause -> bytes of one device that arrays, or shapes that know their places, take."""
+    """Returns cause -> bytes per device of arrays or `jax.ShapeDtypeStruct`s with shardings."""
     causes = {"parameters": bytes_of_device(params)}
     if opt_state is not None:
-        causes["moments of the optimizer"] = bytes_of_device(opt_state)
+        causes["optimizer state"] = bytes_of_device(opt_state)
     return causes
 
 
 def count_shards(mesh: Mesh | AbstractMesh) -> int:
-    """Parts that rows are cut into."""
+    """Returns the number of shards of the batch axis (data x fsdp)."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def spell_causes(causes: Mapping[str, int]) -> str:
-    """As "activations 12.1 GiB, parameters 0.4 GiB", the largest first."""
+    """Formats causes, largest first, as "activations 12.1 GiB, parameters 0.4 GiB"."""
     ordered = sorted(causes.items(), key=lambda cause: -cause[1])
     return ", ".join(f"{name} {spell_bytes(size)}" for name, size in ordered)
 
 
 def spell_bytes(size: float) -> str:
-    """As "12.1 GiB", or "4.0 MiB" where that is less than a tenth of one."""
+    """Formats bytes as "12.1 GiB", or as "4.0 MiB" below 0.1 GiB."""
     return f"{size / _GIB:.1f} GiB" if size >= _GIB / 10 else f"{size / _MIB:.1f} MiB"

@@ -1,4 +1,4 @@
-"""Muon for the matrices of a network's layers, Adam for all else."""
+"""Muon for the matrices of the encoder layers, Adam for all other parameters."""
 
 import re
 
@@ -8,18 +8,19 @@ import optax.contrib
 
 from convbert_jax.training.state import parameter_path
 
-# Matrices that take hidden states to hidden states; leading axes are layers and groups.
+# Matrices between hidden states; leading axes are layers and groups.
 _MATRIX = re.compile(r"(^|/)stages/.*/(kernel|pointwise|conv_kernel)$")
-_UPDATE_SIZE = 0.2  # root mean square of Adam's updates, near which Muon's are brought
+_UPDATE_SIZE = 0.2  # typical RMS of Adam's updates, which Muon's are scaled to
 
 
 def scale_by_muon(adam: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The momentum of each matrix with its singular values brought near 1 (Jordan et al. 2024:
-    Nesterov, 0.95, five steps of Newton-Schulz), times 0.2 sqrt(max(inputs, outputs)), so that
-    rates and decay of Adam suit (Liu et al. 2025, §2.2).
+    """Muon (Jordan et al. 2024): Nesterov momentum 0.95, orthogonalized by 5 Newton-Schulz steps.
+
+    Updates are multiplied by 0.2 sqrt(max(inputs, outputs)), so learning rates and weight decay of
+    Adam can be reused (Liu et al. 2025, §2.2).
 
     Args:
-      adam: for embeddings, heads, vectors, and filters that are no matrix.
+      adam: transformation of all other parameters: embeddings, heads, vectors, depthwise filters.
     """
     matrices = optax.chain(
         optax.contrib.scale_by_muon(weight_dimension_numbers=_dimensions),
@@ -29,7 +30,7 @@ def scale_by_muon(adam: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def find_matrices(params):
-    """True for what Muon updates."""
+    """Returns a mask tree: True for parameters that Muon updates."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: bool(_MATRIX.search(parameter_path(path))), params
     )

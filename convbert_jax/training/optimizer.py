@@ -1,8 +1,8 @@
-"""AdamW, Adafactor, Muon or a factory of the user's own, as `OptimizerSection` describes them.
+"""AdamW, Adafactor, Muon or a user's optimizer factory, configured by `OptimizerSection`.
 
-The order is the release's (model/optimization.py): clip by global norm, Adam, decoupled decay, then
-the learning rate. Steps count from 0, before the update. The state has one structure for every
-setting of a method, so a run may change its other optimizer fields and go on.
+The order follows the official code (model/optimization.py): clip by global norm, Adam, decoupled
+weight decay, learning rate. The first update has step 0. The structure of the state depends on the
+method only, so a resumed run may change the other optimizer fields.
 """
 
 import inspect
@@ -19,17 +19,17 @@ from convbert_jax.config.checks import plugins
 from convbert_jax.training.muon import scale_by_muon
 from convbert_jax.training.state import flatten, parameter_path
 
-# In the release variables with LayerNorm, layer_norm or bias in their name: the same ones.
+# The same variables as in the official code: LayerNorm, layer_norm or bias in their name.
 _NEVER_DECAYED = re.compile(r"(^|_|/)(bias|scale)$")
 _EMBEDDING = re.compile(r"(^|/)embedding$")
 _STAGE = re.compile(r"encoder/stages/(\d+)/")
 
 
 def make_optimizer(section: OptimizerSection, steps: int) -> optax.GradientTransformation:
-    """The whole update, learning rate included.
+    """Makes the complete update, including the learning rate.
 
     Args:
-      steps: length of the run, which the schedule decays over.
+      steps: length of the run and of the schedule.
 
     Raises:
       PluginError: as `check_method`.
@@ -44,8 +44,10 @@ def make_optimizer(section: OptimizerSection, steps: int) -> optax.GradientTrans
 def make_told_optimizer(
     section: OptimizerSection, layer_decay: float
 ) -> optax.GradientTransformationExtraArgs:
-    """The whole update for runs that share a program: told its `learning_rate` at each step, which
-    `layer_multipliers` then lower by depth.
+    """Makes the complete update for runs that share a program.
+
+    The learning rate is the extra argument `learning_rate` of `update`; `layer_multipliers` scale
+    it by depth.
     """
     if ":" in section.method:
         return _make_told_own(section, layer_decay)
@@ -60,10 +62,10 @@ def make_told_optimizer(
 
 
 def check_method(section: OptimizerSection) -> None:
-    """Makes a plug-in optimizer once, to fail before any long work.
+    """Constructs a plug-in optimizer once, so that its errors occur before expensive work.
 
     Raises:
-      PluginError: the user did not name it, it cannot be imported, or it does not take what the
+      PluginError: the plug-in is not allowed, cannot be imported, or lacks an argument that the
         section sets.
     """
     if ":" in section.method:
@@ -73,7 +75,7 @@ def check_method(section: OptimizerSection) -> None:
 def _make_own(
     section: OptimizerSection, learning_rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformation:
-    """Calls the factory config.optimizer.method with the arguments that its signature has."""
+    """Calls the factory config.optimizer.method with the arguments in its signature."""
     field = f"config.optimizer.method={section.method}"
     factory = plugins.load(section.method, "config.optimizer.method")
     offered = {
@@ -89,29 +91,29 @@ def _make_own(
         made = factory(**{name: offered[name] for name in taken})
     except Exception as error:
         raise PluginError(
-            f"{field} cannot be made ({plugins.first_line(error)}); name a function that makes an "
-            f"optax.GradientTransformation of some of the arguments {', '.join(offered)}.",
+            f"{field} failed: {plugins.first_line(error)}. Name a function that returns an "
+            f"optax.GradientTransformation and takes some of the arguments {', '.join(offered)}.",
             field="config.optimizer.method",
             value=section.method,
         ) from error
     if not isinstance(made, optax.GradientTransformation):
         raise PluginError(
-            f"{field} returns a {type(made).__name__}; let it return an "
+            f"{field} returned a {type(made).__name__}. It must return an "
             "optax.GradientTransformation.",
             field="config.optimizer.method",
             value=section.method,
         )
     if "learning_rate" not in taken:
         raise PluginError(
-            f"{field} takes no argument learning_rate, so the schedule would have no effect; add "
+            f"{field} has no argument learning_rate, so the schedule would have no effect. Add "
             "one.",
             field="config.optimizer.method",
             value=section.method,
         )
     if section.weight_decay and "weight_decay" not in taken:
         raise PluginError(
-            f"{field} takes no argument weight_decay, so config.optimizer.weight_decay="
-            f"{section.weight_decay} would have no effect; set it to 0.",
+            f"{field} has no argument weight_decay, so config.optimizer.weight_decay="
+            f"{section.weight_decay} would have no effect. Set it to 0.",
             field="config.optimizer.weight_decay",
             value=section.weight_decay,
         )
@@ -121,7 +123,7 @@ def _make_own(
 def _make_told_own(
     section: OptimizerSection, layer_decay: float
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes the plug-in optimizer in each trace, with the traced learning rate of the step."""
+    """Constructs the plug-in optimizer in each trace, with the step's traced learning rate."""
 
     def make(learning_rate):
         return optax.chain(_clip(section), _make_own(section, learning_rate))
@@ -157,18 +159,18 @@ def _direction(section: OptimizerSection) -> list[optax.GradientTransformation]:
 
 
 def layer_multipliers(params, decay: float):
-    """Learning rate of each parameter relative to the head's, as in the releases of ELECTRA and
-    ConvBERT (`model/optimization.py`).
+    """Computes each parameter's learning rate relative to the head's, by depth.
 
-    decay^(n + 2 - depth) for an encoder of n layers: depth 0 for the embeddings and their
-    projection, i + 1 for layer i, n + 2 for the head. As in the release there is no depth n + 1:
-    the last layer has decay^2.
+    The multiplier is decay^(n + 2 - depth) for an encoder of n layers: depth 0 for the embeddings
+    and their projection, i + 1 for layer i, n + 2 for the head. As in the official code of ELECTRA
+    and ConvBERT (`model/optimization.py`), depth n + 1 is unused: the last layer has decay^2.
 
     Args:
-      params: under `embeddings/`, `encoder/` and `head/`; a stage has its layers along axis 0.
+      params: tree with `embeddings/`, `encoder/` and `head/`; stages have layers along axis 0.
+      decay: ratio between adjacent layers.
 
     Returns:
-      a tree like `params` of numpy scalars, for a stage of arrays that broadcast to the parameter.
+      A tree like `params` of float32 scalars; for stages, arrays that broadcast to the parameter.
     """
     shapes = flatten(params)
     stages = {}
@@ -195,16 +197,18 @@ def layer_multipliers(params, decay: float):
 def make_schedule(
     section: OptimizerSection, steps: int, *, warmup_steps: float | None = None
 ) -> optax.Schedule:
-    """Learning rate by step.
+    """Makes the learning-rate schedule: linear warmup from 0, times one of these factors.
 
-    Linear warm-up from 0, times a decay from 1 to `decay_to`, which is reached after the last step,
-    along a line or half a cosine. The decay begins when the warm-up ends, or at step 0 with
-    `decay_during_warmup`: peak * (1 - step / steps) * min(1, step / warmup_steps) in the release.
-    Or times sqrt(warmup_steps / step) from the end of the warm-up on (Vaswani et al. 2017, §5.3,
-    whose rate is peak = 1 / sqrt(hidden_size * warmup_steps)), or times 1.
+    - "linear", "cosine": from 1 to `decay_to` at `steps`, starting after the warmup, or at step 0
+      with `decay_during_warmup`. The official code uses
+      peak * (1 - step / steps) * min(1, step / warmup_steps).
+    - "inverse_sqrt": sqrt(warmup_steps / step) after the warmup (Vaswani et al. 2017, §5.3, with
+      peak = 1 / sqrt(hidden_size * warmup_steps)).
+    - "constant": 1.
 
     Args:
-      warmup_steps: instead of the section's; not a whole number in the release's fine-tuning.
+      steps: length of the run.
+      warmup_steps: overrides the section's; can be fractional, as in the official fine-tuning.
     """
     warmup = section.warmup_steps if warmup_steps is None else warmup_steps
     start = 0 if section.decay_during_warmup else warmup
@@ -212,7 +216,7 @@ def make_schedule(
     def schedule(step):
         step = jnp.asarray(step, jnp.float32)
         if section.schedule == "inverse_sqrt":
-            begun = max(warmup, 1.0)  # fine-tuning of few steps has no warm-up
+            begun = max(warmup, 1.0)  # short fine-tuning has no warmup
             decayed = jnp.sqrt(begun / jnp.maximum(step, begun))
         elif section.schedule == "constant":
             decayed = 1.0
@@ -227,9 +231,10 @@ def make_schedule(
 
 
 def scale_by_adafactor() -> optax.GradientTransformation:
-    """Adafactor without momentum (Shazeer & Stern 2018, algorithm 4): the second moment, factored
-    where a matrix has 128 rows and columns or more, updates clipped at a root mean square of 1 and
-    scaled by that of the parameter, at least 1e-3.
+    """Adafactor without momentum (Shazeer & Stern 2018, algorithm 4).
+
+    The second moment is factored for matrices of at least 128 x 128. Updates are clipped to an RMS
+    of 1 and multiplied by the RMS of the parameter, at least 1e-3.
     """
     return optax.chain(
         optax.scale_by_factored_rms(decay_rate=0.8),
@@ -241,8 +246,8 @@ def scale_by_adafactor() -> optax.GradientTransformation:
 def scale_by_uncorrected_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     """Adam without bias correction: m / (sqrt(v) + eps).
 
-    The first updates are about (1 - b1) / sqrt(1 - b2) = 3.2 times larger than corrected ones,
-    which the warm-up hides. State as of `optax.scale_by_adam`.
+    The first updates are about (1 - b1) / sqrt(1 - b2) = 3.2 times as large as corrected ones,
+    which warmup compensates. The state is that used by `optax.scale_by_adam`.
     """
 
     def update(gradients, state, params=None):
@@ -257,7 +262,7 @@ def scale_by_uncorrected_adam(b1: float, b2: float, eps: float) -> optax.Gradien
 
 
 def decay_mask(params, decay_embeddings: bool):
-    """True where weight decay applies: not biases, not layer norms, embeddings by choice."""
+    """Returns a mask tree: True except for biases, layer norms and, optionally, embeddings."""
 
     def decays(path, _):
         name = parameter_path(path)

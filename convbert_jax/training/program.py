@@ -1,7 +1,6 @@
-"""A task on a mesh: what its state is, where it lies, and the compiled functions that turn it.
+"""Sharded train state and compiled steps of a task on a mesh.
 
-The loop, fine-tuning, evaluations of checkpoints and whoever compiles without running anything all
-take these from here.
+Used by the training loop, fine-tuning, evaluation of checkpoints and ahead-of-time compilation.
 """
 
 import dataclasses
@@ -25,16 +24,16 @@ from convbert_jax.training.task import Metrics, Params, Task
 
 TrainStep = Callable[..., tuple[TrainState, Metrics, Vitals]]
 EvalStep = Callable[[Params, Batch, Any], Outputs]
-# The axis of runs that are trained together, before all others; they count their steps as one.
+# vmap axes of runs that are trained together; they share the step count.
 _RUNS = TrainState(step=None, params=0, opt_state=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainable:
-    """What a program is made of; a `Task` has the same, see there.
+    """The fields of `Task` that a program needs.
 
-    `loss` takes the constants of `Learning.draw`, if it has any, behind its key; `evaluate` takes
-    whatever `eval_step` is called with in the key's place.
+    `loss` takes the constants of `Learning.draw` after its key. The third argument of `evaluate` is
+    the third argument of `eval_step`.
     """
 
     init: Callable[[jax.Array], Params]
@@ -44,23 +43,25 @@ class Trainable:
 
 
 class Program:
-    """Shapes, places and compiled functions, made of shapes alone: nothing has run, and the devices
-    may be those of a topology, to compile for. Call or lower the functions under
-    `jax.set_mesh(program.mesh)`.
+    """Abstract state, shardings and jitted functions of a task.
 
-    Several runs can be trained together: state, batch and vitals then have a leading axis of runs,
-    which is not divided. An evaluation gives all runs the same rows.
+    Constructing a program runs nothing on devices, so the mesh may be a topology for ahead-of-time
+    compilation. Call or lower the functions under `jax.set_mesh(program.mesh)`.
+
+    Several runs can be trained together. State, batch, metrics and vitals then have a leading,
+    unsharded axis of runs; an evaluation uses the same rows for all runs.
 
     Attributes:
-      abstract: `TrainState` of `jax.ShapeDtypeStruct`s that know their places: what a checkpoint is
-        restored onto, or a step lowered for.
-      shardings: `TrainState` of the places alone.
-      rows: the place of a batch; `eval_rows` of one to evaluate, without an axis of runs.
-      given_places: where what is `given` to each step lies, one for each of it.
-      init: key -> state before the first step, every array born where it belongs.
-      train_step: (state, batch, *given) -> (next state, metrics, vitals), see `Learning`; the old
-        state is donated.
-      eval_step: (params, batch, key) -> outputs, whole on every device; donates nothing.
+      abstract: `TrainState` of `jax.ShapeDtypeStruct`s with shardings, for restoring a checkpoint
+        or lowering a step.
+      shardings: `TrainState` of shardings.
+      rows: sharding of a training batch.
+      eval_rows: sharding of an evaluation batch, without the axis of runs.
+      given_places: sharding of each argument `given` of a step.
+      init: key -> state before the first step, created sharded.
+      train_step: (state, batch, *given) -> (next state, metrics, vitals), see `Learning`; donates
+        the old state.
+      eval_step: (params, batch, key) -> replicated outputs; donates nothing.
     """
 
     abstract: TrainState
@@ -81,9 +82,9 @@ class Program:
         """Traces `task.init`; compiles nothing.
 
         Args:
-          given_places: None: whole on every device.
-          runs: how many are trained together; None: one, without an axis for it. `init` then takes
-            a key of each, `start` parameters of each.
+          runs: number of runs to train together: `init` takes a key and `start` parameters of each.
+            None: one run, without the axis of runs.
+          given_places: sharding of each argument `given` of a step. None: replicated.
 
         Raises:
           ShardingError: mesh and parameters do not fit together.
@@ -129,29 +130,30 @@ class Program:
         )
 
     def put_batch(self, batch) -> Batch:
-        """Rows of this process -> global arrays; returns before the copy is done."""
+        """Makes global arrays from the rows of this process; the copy is asynchronous."""
         return sharding_lib.put_batch(batch, sharding=self.rows)
 
     def put_params(self, params: Params) -> Params:
-        """Whole arrays, the same on the host of each process -> global arrays, each divided."""
+        """Shards host arrays that are the same on every process."""
         return sharding_lib.put_params(params, self.shardings.params)
 
     def start(self, params: Params) -> TrainState:
-        """State before the first step, from parameters as `put_params` takes them."""
+        """Returns the state before the first step, from parameters as in `put_params`."""
         return self._create(self.put_params(params))
 
     def count_compiled(self) -> int:
-        """Versions compiled or read from the cache so far, of all its functions."""
+        """Counts the executables of all functions, compiled or read from the cache."""
         functions = (self.init, self._create, self.train_step, self.eval_step)
         return sum(map(private_jax.count_compiled, functions))
 
 
 def make_program(task: Task, config: Config, mesh: Mesh, *, runs: int | None = None) -> Program:
-    """The program of a run as long as `config.train.steps`: its seed and its schedule are compiled
-    in. What is `frozen` of the task is given to each step.
+    """Makes the program of a run of `config.train.steps` steps.
+
+    Seed and schedule are compiled in; `task.frozen` is passed to each step.
 
     Args:
-      runs: as `Program` takes it; all draw from the one seed, so what differs is their start.
+      runs: as in `Program`; all runs use the same seed, so they differ only in initial parameters.
 
     Raises:
       ShardingError: mesh and parameters do not fit together.
@@ -162,9 +164,9 @@ def make_program(task: Task, config: Config, mesh: Mesh, *, runs: int | None = N
     return Program(task, _learning(task, config), mesh, runs=runs, given_places=places)
 
 
-# KiB. Gradients above it are added up within a slice so that each device has a part, and only the
-# part goes to the other slices; XLA (libtpu 0.0.52) fails at that for the narrow ones of tiny and
-# small, "AllReduceScatterFusion not implemented for 2nd-minor compaction", at 128 x 64 first.
+# KiB. XLA reduce-scatters larger gradients within a slice before the all-reduce across slices. That
+# fails in libtpu 0.0.52 for narrow gradients, for example 128 x 64: "AllReduceScatterFusion not
+# implemented for 2nd-minor compaction".
 _WHOLE_BETWEEN_SLICES = 256
 
 
@@ -176,7 +178,7 @@ def _compiler_options(mesh: Mesh) -> dict[str, int]:
 
 
 def _add_runs(shapes: TrainState, shardings: TrainState, runs: int):
-    """Shapes and places of the state of several runs."""
+    """Adds the axis of runs to the shapes and shardings of a state."""
 
     def stack(leaf):
         return jax.ShapeDtypeStruct((runs, *leaf.shape), leaf.dtype)

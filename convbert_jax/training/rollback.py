@@ -1,8 +1,7 @@
-"""Going back after a step whose numbers are no good: to the last checkpoint, and past the batches
-since (as PaLM was trained, Chowdhery et al. 2022, §5.1).
+"""Rollback after a bad step: return to the last checkpoint and skip the batches since then.
 
-What is passed over stands in the workdir, so a start after a kill passes over the same: the state
-at any step is a function of config, data and that file.
+PaLM was trained this way (Chowdhery et al. 2022, §5.1). A file in the workdir lists the skipped
+batches, so a restart skips the same: the state at any step depends only on config, data and file.
 """
 
 import collections
@@ -17,16 +16,16 @@ from etils import epath
 from convbert_jax import files
 from convbert_jax.config import UserError
 
-_WINDOW = 100  # steps whose median a loss is compared with
-_KEY = "losses"  # beside the fields of the data position
+_WINDOW = 100  # steps in the median that a loss is compared with
+_KEY = "losses"  # stored next to the fields of the data position
 
 
 class TrainingError(UserError):
-    """The run cannot go on."""
+    """The run cannot continue."""
 
 
 class BadStepError(TrainingError):
-    """A step's loss or gradient is no good; `step` is its number."""
+    """The loss or gradient of step `step` is not finite, or the loss is a spike."""
 
     def __init__(self, message: str, step: int):
         super().__init__(message)
@@ -34,7 +33,7 @@ class BadStepError(TrainingError):
 
 
 class LossGuard:
-    """Judges the losses of a run in order; what it remembers is kept with each checkpoint."""
+    """Detects losses that are not finite or spike; its history is saved in checkpoints."""
 
     def __init__(self, spike: float):
         """
@@ -45,7 +44,7 @@ class LossGuard:
         self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
 
     def judge(self, loss: float, grad_norm: float) -> str:
-        """What is wrong with the numbers of the next step, "" if nothing is."""
+        """Records the next step; returns the problem with its numbers, or ""."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return f"loss {loss}, gradient norm {grad_norm}"
         if self._spike and len(self._losses) == _WINDOW:
@@ -62,68 +61,69 @@ class LossGuard:
         return {_KEY: list(self._losses)} if self._spike else {}
 
     def restore(self, position: dict[str, Any]) -> None:
-        """Takes what `to_json` gave out of `position`."""
+        """Restores the output of `to_json` and removes it from `position`."""
         self._losses.extend(position.pop(_KEY, ()))
 
 
 class Rollbacks:
-    """The batches that a run passes over."""
+    """The rollbacks of a run and the batches that they skip."""
 
     def __init__(self, file: epath.Path, most: int):
         """
         Args:
-          file: where they are kept.
+          file: JSON file with the rollbacks.
           most: `config.train.rollbacks`.
 
         Raises:
-          DamagedFileError: the file is none of ours.
+          DamagedFileError: the file was not written by this class.
         """
         self._file, self._most = file, most
         self._skipped: list[Mapping[str, int]] = []
         if file.exists():
-            remedy = "restore it from a copy, or take it away to train on all batches"
+            remedy = "restore it from a copy, or remove it to train on all batches"
             self._skipped = files.read_json(file, remedy=remedy, fields={"skipped": list})[
                 "skipped"
             ]
             for each in self._skipped:
                 found = each if isinstance(each, dict) else {}
                 if any(type(found.get(name)) is not int for name in ("after", "batches")):
-                    raise files.damaged(file, f"{each!r} is no place to pass over", remedy)
+                    raise files.damaged(file, f"{each!r} is not a rollback", remedy)
 
     def batches_after(self, step: int) -> int:
-        """How many are passed over between `step` and the next one."""
+        """Returns the number of batches to skip between `step` and the next step."""
         return sum(each["batches"] for each in self._skipped if each["after"] == step)
 
     def describe(self) -> list[tuple[int, str]]:
-        """(step, what happened there) of each time that the run went back."""
+        """Returns (bad step, description) of each rollback."""
         return [
             (
                 each["after"] + each["batches"],
-                f"a bad step: went back to step {each['after']:,} and past {each['batches']:,} "
+                f"bad step: returned to step {each['after']:,} and skipped {each['batches']:,} "
                 "batches",
             )
             for each in self._skipped
         ]
 
     def go_back(self, error: BadStepError, checkpoint: int, *, writes: bool) -> None:
-        """Passes over the batches of the steps after `checkpoint` up to that of `error`.
+        """Records a rollback that skips the batches after `checkpoint` up to the step of `error`.
 
         Args:
-          writes: whether this process keeps the file.
+          error: the bad step.
+          checkpoint: step that the run returns to.
+          writes: whether this process writes the file.
 
         Raises:
-          BadStepError: `error`, if the run has gone back as often as it may.
+          BadStepError: `error`, if the run has used all its rollbacks.
         """
         if len(self._skipped) >= self._most:
             if not self._most:
                 raise error
             raise BadStepError(
-                f"{error}; the run has gone back {len(self._skipped)} times, as often as "
-                "config.train.rollbacks allows",
+                f"{error} All {len(self._skipped)} rollbacks of config.train.rollbacks are used.",
                 error.step,
             )
         logging.warning(
-            "%s. Going back to %s and past the %d batches since: rollback %d of %d.",
+            "%s. Returning to %s and skipping the %d batches since then: rollback %d of %d.",
             str(error).rstrip("."),
             f"the checkpoint of step {checkpoint}" if checkpoint else "the start",
             error.step - checkpoint,

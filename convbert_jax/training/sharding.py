@@ -1,8 +1,8 @@
-"""Which device holds which part: the mesh, the batch, and the parameters by path.
+"""Device mesh, batch sharding, and parameter sharding by path.
 
-The rules come with the task, see `interfaces/placement.py`: regular expressions over parameter
-paths; the first one that matches decides, and a parameter without a rule is an error. The moments
-of the optimizer carry the paths of their parameters and so follow the same rules.
+A task provides the partition rules (`interfaces/placement.py`): regular expressions over parameter
+paths. The first match applies; a parameter without a match is an error. Optimizer moments have the
+paths of their parameters, so the same rules apply to them.
 """
 
 import math
@@ -19,15 +19,15 @@ from convbert_jax.interfaces.placement import REPLICATED, Rules, Split
 from convbert_jax.training.state import parameter_path
 
 AXES = ("data", "fsdp", "tensor", "sequence")
-BATCH_AXES = ("data", "fsdp")  # rows are split over both
+BATCH_AXES = ("data", "fsdp")
 
 
 class ShardingError(UserError):
-    """Mesh, batch and parameters do not fit together."""
+    """The mesh does not fit the devices, the batch or the parameters."""
 
 
-# The tensor axis keeps a head, or a feed-forward channel, whole on one device: projections into
-# heads are cut along their output, the one out of the heads along its input.
+# Megatron-style: the tensor axis never splits a head or a feed-forward channel. Projections into
+# heads are split along their output, the projection out of the heads along its input.
 RULES: Rules = (
     (r"(^|_|/)(bias|scale)$", REPLICATED),
     (r"(^|/)embedding$", Split(table=True)),
@@ -36,31 +36,31 @@ RULES: Rules = (
     (r"(^|/)kernel$", Split()),
 )
 
-_STACKED = re.compile(r"(^|/)stages/[^/]+/")  # leaves below have a leading axis of layers
-_SMALL = 2**14  # values of one layer; smaller tensors cost more to gather than to keep
+_STACKED = re.compile(r"(^|/)stages/[^/]+/")  # leaves with a leading axis of layers
+_SMALL = 2**14  # values per layer; smaller tensors are cheaper to replicate than to gather
 
 
 def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Mesh with the axes AXES over `devices` (default: all).
+    """Makes a mesh with the axes AXES over `devices` (default: all).
 
-    Of several TPU slices each has whole rows of the mesh along `data`: only what goes over this
-    axis, the gradient once in a step, leaves a slice by the network of the data center.
+    With several TPU slices, only the axis `data` spans slices, so only the gradient all-reduce uses
+    the data-center network.
 
     Raises:
-      ShardingError: the sizes do not multiply to the number of devices, or the slices do not divide
-        `data`.
+      ShardingError: the product of the sizes is not the number of devices, or `data` is not
+        divisible by the number of slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = mesh_sizes(section, len(devices))
-    # Auto is not the default of make_mesh any more; Explicit asks every op for shardings.
+    # The default, Explicit, requires shardings at every op.
     kinds = (AxisType.Auto,) * len(AXES)
     slices = count_slices(devices)
     if slices == 1:
         return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=kinds, devices=devices)
     if sizes["data"] % slices:
         raise ShardingError(
-            f"config.mesh.data={sizes['data']} is no multiple of the {slices} slices; lower "
-            "config.mesh.fsdp, .tensor or .sequence, which lie within a slice.",
+            f"config.mesh.data={sizes['data']} is not a multiple of the {slices} TPU slices. "
+            "Lower config.mesh.fsdp, .tensor or .sequence, which cannot span slices.",
             field="config.mesh.data",
             value=sizes["data"],
         )
@@ -73,15 +73,15 @@ def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None)
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int:
-    """TPU slices that these devices are of, which the network of the data center joins."""
+    """Counts the TPU slices of the devices; slices are connected by the data-center network."""
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 
 def mesh_sizes(section: MeshSection, count: int) -> dict[str, int]:
-    """Axis -> size, of a mesh of `count` devices.
+    """Returns axis -> size for a mesh of `count` devices.
 
     Raises:
-      ShardingError: the sizes do not multiply to it.
+      ShardingError: the product of the sizes is not `count`.
     """
     of_section = (section.data, section.fsdp, section.tensor, section.sequence)
     sizes = dict(zip(AXES, of_section, strict=True))
@@ -89,14 +89,14 @@ def mesh_sizes(section: MeshSection, count: int) -> dict[str, int]:
     named = ", ".join(f"config.mesh.{axis}={size}" for axis, size in sizes.items())
     if count % fixed:
         raise ShardingError(
-            f"{named} do not divide the {count} devices of this run; choose sizes whose product "
+            f"{named} do not divide the {count} devices of this run. Choose sizes whose product "
             f"is {count}, or -1 for one of them."
         )
     sizes = {axis: count // fixed if n == -1 else n for axis, n in sizes.items()}
     if math.prod(sizes.values()) != count:
         raise ShardingError(
-            f"{named} use {fixed} of the {count} devices of this run; set config.mesh.data=-1 to "
-            "use all."
+            f"{named} use only {fixed} of the {count} devices of this run. Set config.mesh.data=-1 "
+            "to use all."
         )
     return sizes
 
@@ -109,22 +109,22 @@ def check_batch_size(
     replicas: int = 1,
     field: str = "config.train.batch_size",
 ) -> None:
-    """Refuses a batch that does not split evenly.
+    """Checks that a batch splits evenly over devices, microbatches and replicas.
 
     Args:
-      replicas: parts of the batch that are batches of their own, as `Learning` has it.
-      field: that has the batch size.
+      replicas: `Learning.replicas`.
+      field: name of the setting that defines the batch size.
 
     Raises:
-      ShardingError: with the nearest batch sizes that work; or devices of several processes that
-        are to have the same rows, of which each process reads its own.
+      ShardingError: the batch does not split evenly (the message has the nearest valid sizes), or
+        two processes would need the same rows although each reads separate rows.
     """
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if shards % jax.process_count():
         raise ShardingError(
-            f"config.mesh.data={mesh.shape['data']} x fsdp={mesh.shape['fsdp']} is no multiple of "
-            f"the {jax.process_count()} processes, each of which reads rows of its own; lower "
-            "config.mesh.tensor or config.mesh.sequence to what one process' devices divide by.",
+            f"config.mesh.data={mesh.shape['data']} x fsdp={mesh.shape['fsdp']} is not a multiple "
+            f"of the {jax.process_count()} processes, which read separate rows. Lower "
+            "config.mesh.tensor or .sequence so that their product divides a process's devices.",
             field="config.mesh.data",
             value=mesh.shape["data"],
         )
@@ -133,28 +133,28 @@ def check_batch_size(
         below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
         choices = f"{below} or {above}" if below else f"{above}"
         raise ShardingError(
-            f"{field}={batch_size} does not split into {shards} device shards (data x fsdp)"
+            f"{field}={batch_size} is not divisible by {shards} device shards (data x fsdp)"
             + (f" times config.train.accumulation={accumulation}" if accumulation > 1 else "")
             + (f" times config.optimizer.release_replicas={replicas}" if replicas > 1 else "")
-            + f"; the nearest that does: {choices}.",
+            + f". The nearest valid size: {choices}.",
             field=field,
             value=batch_size,
         )
 
 
 def check_length(length: int, mesh: Mesh, *, field: str = "config.data.length") -> None:
-    """Raises ShardingError for rows whose positions do not split evenly."""
+    """Raises ShardingError if the positions of a row do not split evenly."""
     if length % mesh.shape["sequence"]:
         raise ShardingError(
-            f"{field}={length} does not split into config.mesh.sequence={mesh.shape['sequence']} "
-            f"parts; choose a divisor of {length}.",
+            f"{field}={length} is not divisible by config.mesh.sequence="
+            f"{mesh.shape['sequence']}. Set config.mesh.sequence to a divisor of {length}.",
             field=field,
             value=length,
         )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over data and fsdp."""
+    """Returns the sharding of a batch: rows over data and fsdp."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
@@ -163,35 +163,35 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def behind_runs(sharding: NamedSharding) -> NamedSharding:
-    """The same for arrays with a leading axis of runs, which is not divided."""
+    """Prepends an unsharded axis of runs to a sharding."""
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
 
 def put_batch(batch: Batch, sharding: NamedSharding) -> Batch:
-    """Rows of this process -> global arrays; returns before the copy is done."""
+    """Makes global arrays from the rows of this process; the copy is asynchronous."""
     return {
         name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
     }
 
 
 def put_whole_batch(batch: Batch, sharding: NamedSharding) -> Batch:
-    """Rows of all processes, known to each of them -> global arrays."""
+    """Makes global arrays from the whole batch, which every process has."""
     if sharding.mesh.size == 1:
-        return batch  # the compiled function takes them as they are, which is faster
+        return batch  # passing host arrays to the compiled function is faster
     if jax.process_count() == 1:
         return jax.device_put(batch, sharding)
     return put_params(batch, dict.fromkeys(batch, sharding))
 
 
 def gather(tree):
-    """Arrays however divided -> whole, on the host of each process; all processes call it."""
+    """Gathers sharded arrays to the host of each process; all processes call it."""
     if jax.process_count() > 1:
         tree = multihost_utils.process_allgather(tree, tiled=True)
     return jax.device_get(tree)
 
 
 def put_params(params, shardings):
-    """A tree of whole arrays, the same on every process -> global arrays, each divided."""
+    """Shards a tree of host arrays that is the same on every process."""
     return jax.tree.map(
         lambda leaf, place: jax.make_array_from_callback(
             leaf.shape, place, lambda index: leaf[index]
@@ -202,16 +202,16 @@ def put_params(params, shardings):
 
 
 def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> PartitionSpec:
-    """How one parameter is divided.
+    """Returns the partition spec of one parameter.
 
-    Tensors below 16,384 values per layer stay whole on every device, vectors, as those that
-    factored moments are kept in, and tables whose rows `fsdp` does not divide.
+    Replicated are tensors below 16,384 values per layer, vectors (also of factored moments), and
+    embedding tables whose number of rows is not divisible by `fsdp`.
 
     Raises:
-      ShardingError: no rule matches, or the mesh does not divide a large parameter.
+      ShardingError: no rule matches, or a large parameter is not divisible by the mesh.
     """
     rule = _find_rule(path, rules)
-    first = 1 if _STACKED.search(path) else 0  # the axis of layers is what the scan runs over
+    first = 1 if _STACKED.search(path) else 0  # the scan over layers needs this axis whole
     small = len(shape) - first < 2 or math.prod(shape[first:]) < _SMALL
     if rule is REPLICATED or small:
         return PartitionSpec()
@@ -220,8 +220,8 @@ def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) 
     if tensor > 1 and rule.tensor is not None:
         if shape[rule.tensor] % tensor:
             raise ShardingError(
-                f"config.mesh.tensor={tensor} does not divide {path} of shape {shape} along "
-                f"dimension {rule.tensor}; choose a divisor of {shape[rule.tensor]}.",
+                f"config.mesh.tensor={tensor} does not divide dimension {rule.tensor} of {path} "
+                f"with shape {shape}. Choose a divisor of {shape[rule.tensor]}.",
                 field="config.mesh.tensor",
                 value=tensor,
             )
@@ -233,8 +233,8 @@ def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) 
             return PartitionSpec()
         if not free:
             raise ShardingError(
-                f"config.mesh.fsdp={fsdp} divides no dimension of {path} of shape {shape}; choose "
-                "a divisor of one, or use config.mesh.data instead.",
+                f"config.mesh.fsdp={fsdp} divides no dimension of {path} with shape {shape}. "
+                "Choose a divisor of one, or use config.mesh.data instead.",
                 field="config.mesh.fsdp",
                 value=fsdp,
             )
@@ -243,11 +243,11 @@ def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) 
 
 
 def tree_shardings(tree, mesh: Mesh, rules: Rules):
-    """Shardings for a tree of parameters, a `TrainState` or an optimizer state, by path.
+    """Returns shardings for a tree of parameters, a `TrainState` or an optimizer state, by path.
 
     Args:
-      tree: arrays or `jax.ShapeDtypeStruct`s. Scalars (the step, counts) are on every device, and
-        so is what an optimizer keeps that belongs to no parameter.
+      tree: arrays or `jax.ShapeDtypeStruct`s. Scalars (step, counts) and optimizer state that does
+        not belong to a parameter are replicated.
 
     Raises:
       ShardingError: as `partition_spec`.
@@ -266,4 +266,4 @@ def _find_rule(path: str, rules: Rules) -> Split | None:
     for pattern, rule in rules:
         if re.search(pattern, path):
             return rule
-    raise ShardingError(f"no sharding rule matches parameter {path}; add one for it.", value=path)
+    raise ShardingError(f"No sharding rule matches parameter {path}. Add one.", value=path)

@@ -1,4 +1,4 @@
-"""One training step as a plain function: gradients, their cuts into microbatches, the update."""
+"""Training step: loss, gradients, gradient accumulation and optimizer update."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,43 +16,47 @@ from convbert_jax.training.task import Metrics
 
 
 class Vitals(NamedTuple):
-    """What the host looks at after every step, in one small transfer; float32 scalars."""
+    """Float32 scalars that the host reads after every step, in one transfer."""
 
     loss: jax.Array
-    grad_norm: jax.Array  # global, before clipping; of replicas, the mean of theirs
+    grad_norm: jax.Array  # global norm before clipping; mean over replicas
     learning_rate: jax.Array
 
 
 class Drawn(NamedTuple):
-    """What differs from step to step beside state and batch."""
+    """Inputs of a step in addition to state and batch."""
 
-    key: jax.Array  # of the loss
+    key: jax.Array  # for the loss
     learning_rate: jax.Array
-    constants: tuple[Any, ...] = ()  # further arguments of the loss, the same for all its rows
+    constants: tuple[Any, ...] = ()  # extra arguments of the loss, not split into microbatches
 
 
 @dataclasses.dataclass(frozen=True)
 class Learning:
-    """How a step learns.
+    """Optimizer, schedule and gradient accumulation of a train step.
 
-    With `accumulation` > 1 the batch is cut into as many microbatches, run one after another: the
-    gradient is the mean of theirs by the weight of their loss (of models that write text their
-    tokens, so that it is that of the batch; 1 elsewhere), metrics add up, and each draws its own
-    randomness.
+    With `accumulation` > 1 the batch is split into microbatches that run sequentially. The gradient
+    is the mean over microbatches, weighted by the second array of the metric "loss" (target tokens
+    of generative models, so it equals the gradient of the batch) or by 1 without that metric.
+    Metrics are summed. Each microbatch has its own key.
 
-    With `replicas` > 1 the batch is cut into as many parts before that, each a batch of its own:
-    its loss is divided by its own tokens and its gradient clipped at the norm `clip_norm` (0: not).
-    The optimizer, which must not clip again, gets the sum: the release's run on a TPU.
+    With `replicas` > 1 the batch is first split into replicas, as in the official code on a TPU:
+    each loss is divided by its own token count, each gradient is clipped to `clip_norm` (0: no
+    clipping), and the gradients are summed. The optimizer must not clip again.
 
-    What is the same for a whole run is compiled into it or, where runs share a program, `given` to
-    each step as further arguments.
+    Constants of a run are compiled into the step, or passed to each step as the arguments `given`
+    if several runs share a program.
 
     Attributes:
-      optimizer: the whole update; it is told the `learning_rate`, and may have one of its own.
-      draw: (step, *given) -> what this step draws and how fast it learns; `step` is the int32
-        scalar of the state.
-      given_axes: of each argument that is given, 0 if every run has its own where several are
-        trained together, None if they have the same.
+      optimizer: the complete update. It gets `learning_rate` as an extra argument and may ignore
+        it in favor of its own schedule.
+      draw: (step, *given) -> key, learning rate and constants of the step; `step` is an int32
+        scalar.
+      given_axes: axis of each argument `given` when several runs are trained together: 0 if each
+        run has its own value, None if they share it.
+      accumulation: number of microbatches.
+      replicas: number of replicas.
+      clip_norm: maximum gradient norm of a replica; unused if `replicas` is 1.
     """
 
     optimizer: optax.GradientTransformation
@@ -66,7 +70,7 @@ class Learning:
 def make_step(
     loss: Callable[..., tuple[jax.Array, Metrics]], learning: Learning, mesh: Mesh
 ) -> Callable[..., tuple[TrainState, Metrics, Vitals]]:
-    """(state, batch, *given) -> (next state, metrics, vitals), to be traced.
+    """Makes the function (state, batch, *given) -> (next state, metrics, vitals), not compiled.
 
     Args:
       loss: (params, batch, key, *constants) -> (scalar, metrics).
@@ -115,7 +119,7 @@ def _accumulate(value_and_grad, params, batch, key, accumulation: int, mesh: Mes
     zeros = jax.tree.map(jnp.zeros_like, params)
     parts = _cut(batch, accumulation, mesh)
     gradients, (losses, weights, metrics) = jax.lax.scan(add, zeros, parts)
-    whole = jnp.maximum(weights.sum(), 1e-6)  # of a batch of padding there is none
+    whole = jnp.maximum(weights.sum(), 1e-6)  # 0 if the batch is all padding
     gradients = jax.tree.map(lambda g: g / whole, gradients)
     return (losses * weights).sum() / whole, _add_up(metrics), gradients
 
@@ -138,8 +142,8 @@ def _sum_of_replicas(gradient, params, batch, key, learning: Learning, mesh: Mes
 
 
 def _cut(batch: Batch, parts: int, mesh: Mesh):
-    """(rows of each part, its number), for a scan."""
-    # Part i takes rows i, i + parts, i + 2 parts, ...: every device cuts its own rows, none moves.
+    """Splits a batch for `jax.lax.scan` into (rows with a leading axis `parts`, part index)."""
+    # Part i has rows i, i + parts, i + 2 parts, ..., so every row stays on its device.
     spec = NamedSharding(mesh, PartitionSpec(None, sharding_lib.BATCH_AXES))
 
     def cut(rows):

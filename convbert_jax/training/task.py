@@ -1,6 +1,6 @@
-"""All that the training loop knows of a recipe.
+"""Interface between the training loop and a recipe.
 
-Of a batch it knows that it is a dict of arrays whose first axis is the rows, and no field.
+The loop treats a batch as a dict of arrays with rows along axis 0 and reads no field of it.
 """
 
 import dataclasses
@@ -15,33 +15,32 @@ from convbert_jax.interfaces.evaluator import Evaluator, Outputs
 from convbert_jax.interfaces.placement import Rules
 
 Params = dict[str, Any]  # nested dict of float32 arrays
-# name -> a tuple of arrays that add up over batches, most often (sum, weight)
+# name -> arrays that are summed over batches, usually (sum, weight)
 Metrics = dict[str, tuple[jax.Array, ...]]
 HostMetrics = dict[str, tuple[np.ndarray, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A recipe as functions of parameters, plus what its speed is measured by.
+    """A recipe as pure functions, and the constants for its throughput and MFU.
 
     Attributes:
-      init: key -> parameters. Traced by `jax.jit`, so every array is born sharded.
-      loss: (params, batch, key, *phase, *frozen) -> (scalar, metrics), the network in training
-        mode.
-      summarize: metrics, added up and as numpy -> named numbers.
-      evaluate: (params, batch, key) -> outputs, the network deterministic; the key draws masks.
-      evaluator: numbers of the held-out rows from the outputs of their batches.
-      rules: how the parameters are divided over devices.
-      health: (step, named numbers) -> warnings in words, each beginning `what is wrong:`.
-      show: names, in order, for the one log line.
-      tokens_per_step: input positions of one global batch, on average if they differ.
-      flops_per_step: model FLOPs of one step over all devices (forward and backward).
-      peak_flops_per_device: FLOP/s of one device, or None where unknown.
-      phase: steps done, an int32 scalar on the device -> what the loss is told of the step besides,
-        so that one compiled step can learn one thing first and another later.
-      batch_shapes: how many shapes the batches to train on have; the step is compiled for each.
-      frozen: arrays that the loss reads and no step changes, whole and on the host, as the weights
-        of a teacher; in no checkpoint, divided by the same rules. None: there are none.
+      init: key -> parameters. Traced by `jax.jit`, so the arrays are created sharded.
+      loss: (params, batch, key, *phase, *frozen) -> (scalar, metrics), in training mode.
+      summarize: summed metrics (numpy) -> named values.
+      evaluate: (params, batch, key) -> outputs, in deterministic mode; the key draws masks.
+      evaluator: computes held-out metrics from the outputs of all batches.
+      rules: partition rules of the parameters.
+      health: (step, named values) -> warnings, each as "problem: details".
+      show: names of the values in the log line, in order.
+      tokens_per_step: input positions of a global batch; the average if batches differ.
+      flops_per_step: model FLOPs of a step over all devices, forward and backward.
+      peak_flops_per_device: FLOP/s of one device; None: unknown.
+      phase: step count (int32 scalar on the device) -> extra arguments of the loss, so that one
+        compiled step can switch objectives during a run.
+      batch_shapes: number of shapes of training batches; the step is compiled for each.
+      frozen: unsharded host arrays that the loss reads and training does not update, for example
+        teacher weights. Sharded by `rules` and not in checkpoints. None: no such arrays.
     """
 
     init: Callable[[jax.Array], Params]

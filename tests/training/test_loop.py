@@ -351,7 +351,7 @@ def test_out_of_memory_names_causes_and_settings(tmp_path, monkeypatch, where):
     message = str(error.value)
     assert "\n" not in message
     assert str(2**50) in message
-    for cause in ("parameters", "moments of the optimizer"):
+    for cause in ("parameters", "optimizer state"):
         assert re.search(rf"{cause}[a-z ]* [\d.]+ MiB", message), cause
     trains = where == "training"
     assert bool(re.search(r"gradients[a-z ]* [\d.]+ MiB", message)) or not trains

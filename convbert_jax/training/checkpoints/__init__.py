@@ -1,1 +1,1 @@
-"""Checkpoints: written, read, proven whole."""
+"""Saving, restoring and verifying checkpoints."""

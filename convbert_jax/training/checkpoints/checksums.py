@@ -1,4 +1,4 @@
-"""Checksums of a training state: the same on any mesh, and any changed bit changes them."""
+"""Checksums of a training state, independent of the mesh and sensitive to every bit."""
 
 import json
 import zlib
@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_BLOCK = 2**20  # values that the host looks at together
+_BLOCK = 2**20  # values per block on the host
 
 
 def of_parts(parts: Mapping[str, Any]) -> dict[str, int]:
-    """A 32-bit number for every array by name, and one for the JSON `data`, if that is there."""
+    """Returns a 32-bit checksum by name for every array, and for the JSON part `data` if any."""
     arrays = by_name({name: part for name, part in parts.items() if name != "data"})
     here = {name: a for name, a in arrays.items() if not isinstance(a, jax.Array)}
     sums = jax.device_get(_sum_all({n: a for n, a in arrays.items() if n not in here}))
@@ -27,7 +27,7 @@ def of_parts(parts: Mapping[str, Any]) -> dict[str, int]:
 
 
 def by_name(tree) -> dict[str, Any]:
-    """The leaves of a tree by path, as `params/stages/0/kernel`."""
+    """Returns path -> leaf, with paths like `params/stages/0/kernel`."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -35,21 +35,24 @@ def by_name(tree) -> dict[str, Any]:
 
 
 def sum_bits(array: jax.Array) -> jax.Array:
-    """The values' bits as integers, weighted by 2 * position + 1, modulo 2**32; uint32 scalar.
+    """Sums the values' bits as integers, weighted by 2 * position + 1, modulo 2**32.
 
-    The weights are odd, so a change of one value always changes the sum; and they differ, so an
-    exchange of two values does too, but for rare coincidences.
+    The weights are odd, so changing one value always changes the sum. They differ, so swapping two
+    values almost always does.
+
+    Returns:
+      A uint32 scalar.
     """
     bits = jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
     position = jnp.zeros(array.shape, jnp.uint32)
-    for axis, size in enumerate(array.shape):  # by axis: flattening would gather a split array
+    for axis, size in enumerate(array.shape):  # flattening would gather a sharded array
         along = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
         position = position * jnp.uint32(size) + along
     return (bits.astype(jnp.uint32) * (2 * position + 1)).sum(dtype=jnp.uint32)
 
 
 def sum_host_bits(array: np.ndarray) -> int:
-    """What `sum_bits` gives, without a device."""
+    """Computes `sum_bits` in numpy."""
     bits = np.ascontiguousarray(array).reshape(-1).view(f"uint{8 * array.dtype.itemsize}")
     total = 0
     for start in range(0, bits.size, _BLOCK):

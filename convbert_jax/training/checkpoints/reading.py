@@ -1,7 +1,7 @@
-"""Reading checkpoints: the one place that does, and nothing leaves it unverified.
+"""Reading and verification of checkpoints.
 
-What Orbax does not see, a bit that flipped on the disk, the checksums find that were taken when the
-checkpoint was made. A part can be read without the others and is verified by itself.
+All reads go through this module. It compares checksums taken when the checkpoint was saved, because
+Orbax does not detect bits that flip on disk. Each part can be read and verified separately.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from convbert_jax.training.task import Params
 from convbert_jax.workdir import list_steps
 
 ARRAYS = ("params", "opt_state")  # parts that are trees of arrays
-DATA = "data"  # the part that is JSON
+DATA = "data"  # part that is JSON
 _ORBAX = "orbax"  # folder of its source files
 
 
-# What TensorStore and the system say of storage that fails or refuses, whatever lies there.
+# Error texts of TensorStore and the system when the storage, not the checkpoint, is at fault.
 _OF_STORAGE = (
     *("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED"),
     os.strerror(errno.EIO),
@@ -44,30 +44,34 @@ class CheckpointError(UserError):
 
 
 class StorageError(CheckpointError):
-    """The storage fails: whether the checkpoint is whole cannot be told."""
+    """The storage failed, so the checkpoint may be intact."""
 
 
 def load_params(
     directory: pathlib.Path, abstract: Params, step: int | None = None
 ) -> tuple[int, Params]:
-    """(step, parameters on the host) of a checkpoint.
+    """Loads the parameters of a checkpoint to the host.
 
     Args:
       directory: WORKDIR/checkpoints.
-      abstract: what they must be, as a nested dict of `jax.ShapeDtypeStruct`s.
-      step: default the newest that is whole; damaged ones are named in warnings.
+      abstract: expected parameters, a nested dict of `jax.ShapeDtypeStruct`s.
+      step: step of the checkpoint. None: the newest intact one; damaged ones are logged.
+
+    Returns:
+      The step and the parameters.
 
     Raises:
-      CheckpointError: there is none, the one of `step` is damaged, or it is of another model.
+      CheckpointError: there is no checkpoint, the one of `step` is damaged, or its parameters do
+        not match `abstract`.
     """
     found, parts = _load(directory, ["params"], step)
     wanted, there = (_describe_tree(tree) for tree in (abstract, parts["params"]))
     for name in sorted(wanted.keys() | there.keys()):
         if wanted.get(name) != there.get(name):
             raise CheckpointError(
-                f"checkpoint {directory / str(found)} does not hold the parameters of this config: "
-                f"{name} is {there.get(name, 'absent')} there and {wanted.get(name, 'absent')} "
-                "here; give the run its own config.json back.",
+                f"Checkpoint {directory / str(found)} does not match the config: {name} is "
+                f"{there.get(name, 'absent')} there and {wanted.get(name, 'absent')} in the model. "
+                "Restore the config.json of the run.",
                 path=directory / str(found),
             )
     return found, parts["params"]
@@ -76,13 +80,13 @@ def load_params(
 def load_arrays(
     directory: pathlib.Path, step: int | None = None
 ) -> tuple[int, dict[str, np.ndarray]]:
-    """(step, every array of a checkpoint by name), on the host, bit for bit, without a model.
+    """Loads all arrays of a checkpoint to the host, bit by bit, without a model.
 
-    Arguments and errors as `load_params`.
+    Args and Raises are those of `load_params`.
 
     Returns:
-      `params/PATH` and `opt_state/PATH` as saved; `data`, the position of the input, as the bytes
-      of its JSON with sorted keys.
+      The step; and name -> array, with names `params/PATH` and `opt_state/PATH`, and `data`: the
+      input position as the bytes of JSON with sorted keys.
     """
     found, parts = _load(directory, [*ARRAYS, DATA], step)
     position = json.dumps(parts.pop(DATA), sort_keys=True).encode()
@@ -93,17 +97,18 @@ def load_arrays(
 def read_newest(
     directory: pathlib.Path, steps: Sequence[int], targets: Mapping[str, Any]
 ) -> tuple[int | None, dict[str, Any], dict[int, str]]:
-    """The newest of some checkpoints that is whole; each damaged one is named in a warning.
+    """Reads the newest intact checkpoint and logs a warning for each damaged one.
 
     Args:
-      steps: in order; those there are.
-      targets: as `read_parts`.
-
-    Raises:
-      StorageError: one may be whole and cannot be read now.
+      directory: folder of the checkpoints.
+      steps: steps of the existing checkpoints, ascending.
+      targets: as in `read_parts`.
 
     Returns:
-      its step, None if no one is whole; its parts; what is wrong with the newer ones, by step.
+      The step, or None if no checkpoint is intact; its parts; step -> problem of damaged ones.
+
+    Raises:
+      StorageError: the storage failed, so a checkpoint may be intact.
     """
     damaged: dict[int, str] = {}
     for step in reversed(steps):
@@ -111,38 +116,38 @@ def read_newest(
             return step, read_parts(directory / str(step), targets), damaged
         except StorageError as error:
             raise StorageError(
-                f"checkpoint {directory / str(step)} is out of reach ({error}); it is left as it "
-                "is: start again when the storage answers."
+                f"Cannot read checkpoint {directory / str(step)}: {error}. It was not changed; "
+                "restart when the storage is available."
             ) from error
         except CheckpointError as error:
             damaged[step] = str(error)
-            older = "; trying the one before" if step != steps[0] else ""
-            logging.warning("Checkpoint %s is damaged (%s)%s.", directory / str(step), error, older)
+            older = "; trying the previous one" if step != steps[0] else ""
+            logging.warning("Checkpoint %s is damaged: %s%s.", directory / str(step), error, older)
     return None, {}, damaged
 
 
 def read_parts(path: pathlib.Path, targets: Mapping[str, Any]) -> dict[str, Any]:
     """Reads parts of one checkpoint and verifies their checksums.
 
-    A failed read is repeated once, so a fault that passes does not count as damage.
+    A failed read is repeated once, so that a transient fault does not count as damage.
 
     Args:
       path: folder of the checkpoint.
-      targets: part -> `jax.ShapeDtypeStruct`s with the shardings to restore onto; None: on the
-        host, with the shapes that were saved.
+      targets: part -> `jax.ShapeDtypeStruct`s with the shardings to restore onto; None: load to
+        the host with the saved shapes.
 
     Raises:
-      CheckpointError: both reads failed; the message is the reason in a few words. StorageError if
+      CheckpointError: both reads failed; the message is a short reason. It is a StorageError if
         the storage failed and the checkpoint may be intact.
-      KeyboardInterrupt: a signal arrived while reading, whether or not the read failed.
+      KeyboardInterrupt: a signal arrived during the read.
     """
     for _ in range(2):
         with calling_orbax():
             try:
                 return _read(path, targets)
-            except jax.errors.JaxRuntimeError:  # the device's fault, out of memory for one
+            except jax.errors.JaxRuntimeError:  # a device error, such as out of memory
                 raise
-            except Exception as error:  # from any layer below: what it means is the same
+            except Exception as error:  # from any layer of Orbax
                 kind = StorageError if _is_of_storage(error) else CheckpointError
                 problem = first_line(error)
             gc.collect()
@@ -150,7 +155,7 @@ def read_parts(path: pathlib.Path, targets: Mapping[str, Any]) -> dict[str, Any]
 
 
 def make_context() -> ocp.Context:
-    """Orbax's settings for all checkpoints of ours."""
+    """Makes the Orbax context for all checkpoints."""
     context = ocp.Context()
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=DATA)
@@ -162,8 +167,8 @@ def make_context() -> ocp.Context:
 def calling_orbax() -> Iterator[None]:
     """Context for calls into Orbax.
 
-    Delays signals to the end of the block, and silences Orbax's warnings and unfinished coroutines,
-    which would print pages for a damaged checkpoint.
+    Delays signals to the end of the block. Hides Orbax's warnings and the errors of its unfinished
+    coroutines, which fill pages for a damaged checkpoint.
     """
     reader, orbax = python_logging.getLogger("asyncio"), logging.get_absl_logger()
     hook, disabled = sys.unraisablehook, reader.disabled
@@ -179,7 +184,7 @@ def calling_orbax() -> Iterator[None]:
 
 
 def describe_arrays(parts: Mapping[str, Any]) -> dict[str, str]:
-    """Dtype and shape of every array by name, as `float32[2,3]`: checksums see neither."""
+    """Formats dtype and shape of every array as `float32[2,3]`; checksums cover neither."""
     return {
         name: f"{array.dtype}{list(array.shape)}".replace(" ", "")
         for name, array in checksums.by_name(parts).items()
@@ -187,8 +192,8 @@ def describe_arrays(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def first_line(error: BaseException) -> str:
-    """The beginning of a message, to stand in brackets."""
-    # Of what Orbax says about a part that it cannot load, the rest are its classes, for pages.
+    """Returns the first line of an error, at most 200 characters, without a final period."""
+    # Orbax appends pages of class names.
     lines = str(error).strip(" \n\"'").partition(" due to incompatible handler")[0].splitlines()
     return lines[0][:200].rstrip(".") if lines else type(error).__name__
 
@@ -211,7 +216,7 @@ def _load(
     steps = list_steps(directory)
     if not steps:
         raise CheckpointError(
-            f"there is no checkpoint in {directory}; train one first.", path=directory
+            f"There is no checkpoint in {directory}. Train a model first.", path=directory
         )
     targets = dict.fromkeys(names)
     if step is not None:
@@ -219,8 +224,8 @@ def _load(
             return step, read_parts(directory / str(step), targets)
         except CheckpointError as error:
             raise CheckpointError(
-                f"checkpoint {directory / str(step)} cannot be read ({error}); steps there: "
-                f"{steps}; name another one, or none for the newest that is whole.",
+                f"Cannot read checkpoint {directory / str(step)}: {error}. Existing steps: "
+                f"{steps}. Choose another step, or none for the newest intact one.",
                 path=directory / str(step),
             ) from None
     found, parts, damaged = read_newest(directory, steps, targets)
@@ -230,11 +235,11 @@ def _load(
 
 
 def none_whole(directory: pathlib.Path, damaged: Mapping[int, str]) -> CheckpointError:
-    """The one sentence for checkpoints of which none can be read."""
+    """Returns the error for a directory without a readable checkpoint."""
     step, reason = next(iter(damaged.items()))
     return CheckpointError(
-        f"none of the {len(damaged)} checkpoints in {directory} can be read (step {step}: "
-        f"{reason}); put a copy back, or start over in another --workdir.",
+        f"None of the {len(damaged)} checkpoints in {directory} can be read (step {step}: "
+        f"{reason}). Restore a copy, or start over with a new --workdir.",
         path=directory,
     )
 
@@ -251,7 +256,7 @@ def _read(path: pathlib.Path, targets: Mapping[str, Any]) -> dict[str, Any]:
             else target
             for name, target in targets.items()
         }
-        _check_arrays(wanted, kept)  # before memory is taken for them
+        _check_arrays(wanted, kept)  # before memory is allocated
         parts = ocp.load_checkpointables(path, wanted)
     _check_arrays(parts, kept)
     _compare(checksums.of_parts(parts), kept["checksums"], parts, "checksum")
@@ -265,13 +270,13 @@ def _on_host(metadata, name: str):
 
 
 def _check_arrays(parts: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-    if "arrays" in kept:  # older checkpoints do not say
+    if "arrays" in kept:  # missing in older checkpoints
         arrays = {name: part for name, part in parts.items() if name != DATA}
         _compare(describe_arrays(arrays), kept["arrays"], arrays, "shape or type")
 
 
 def _compare(found: Mapping, kept: Mapping, parts: Mapping[str, Any], what: str) -> None:
-    """Every name that belongs to one of `parts` has the same value in both."""
+    """Raises ValueError if a name that belongs to one of `parts` differs."""
     kept = {name: value for name, value in kept.items() if name.partition("/")[0] in parts}
     for name in sorted(found.keys() | kept.keys()):
         if found.get(name) != kept.get(name):

@@ -1,8 +1,7 @@
-"""Checkpoints of one run: WORKDIR/checkpoints/STEP with the parts `params`, `opt_state` and `data`.
+"""Checkpoints of a run: WORKDIR/checkpoints/STEP with the parts `params`, `opt_state` and `data`.
 
-Orbax writes them, on a thread of its own, under a temporary name that is changed when all is on
-disk; in a bucket, which cannot rename, a last object says that all is there. What it does not see,
-a bit that flipped later, the checksums find.
+Orbax writes them in a background thread under a temporary name and renames them when complete. In a
+bucket, which cannot rename, a final object marks completion. Checksums detect bits that flip later.
 """
 
 import contextlib
@@ -33,27 +32,27 @@ from convbert_jax.training.checkpoints.reading import (
 from convbert_jax.training.state import TrainState
 from convbert_jax.workdir import list_steps, unfinished_steps
 
-MOST_FAILURES = 3  # saves in a row that fail and end a run
-_FAULTS = (OSError, ValueError, RuntimeError)  # what Orbax raises, and TensorStore below it
+MOST_FAILURES = 3  # consecutive failed saves that end a run
+_FAULTS = (OSError, ValueError, RuntimeError)  # raised by Orbax and TensorStore
 
 
 class Checkpoints:
-    """The checkpoints in one directory; all processes call every method."""
+    """Checkpoints in one directory; all processes call every method."""
 
     def __init__(self, directory: pathlib.Path, section: CheckpointSection):
-        """Opens `directory`, made if absent, and clears what an interrupted save left half done.
+        """Opens or creates `directory` and removes unfinished checkpoints.
 
         Raises:
-          CheckpointError: the directory cannot be read or made.
+          CheckpointError: the directory cannot be read or created.
         """
         self._directory = files.absolute(directory)
         self._section = section
-        self._under_way: int | None = None  # step of the save that nobody has waited for
-        self._failures = 0  # in a row
+        self._under_way: int | None = None  # step of the unfinished save
+        self._failures = 0  # consecutive
         for path in sorted(self._directory.glob("*.orbax-checkpoint-tmp*")):
-            logging.warning("Checkpoint %s was never finished; it is removed.", path.name)
+            logging.warning("Removing the unfinished checkpoint %s.", path.name)
         for step in unfinished_steps(self._directory):
-            logging.warning("Checkpoint %d was never finished; it is removed.", step)
+            logging.warning("Removing the unfinished checkpoint %d.", step)
         for step in list_steps(self._directory):
             _put_away_damaged_metrics(self._directory / str(step))
         try:
@@ -66,23 +65,23 @@ class Checkpoints:
                 )
         except OSError as error:
             raise CheckpointError(
-                f"checkpoints cannot be kept in {directory} ({error.strerror or error}); choose a "
-                "--workdir that can be written.",
+                f"Cannot save checkpoints in {directory}: {error.strerror or error}. Choose a "
+                "writable --workdir.",
                 path=directory,
             ) from error
 
     @property
     def steps(self) -> list[int]:
-        """Steps of the checkpoints that are complete, in order."""
+        """Steps of the complete checkpoints, ascending."""
         return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
 
     @property
     def newest(self) -> int | None:
-        """The last of `steps`, None if there is none."""
+        """Newest step, or None without checkpoints."""
         return max(self.steps, default=None)
 
     def is_best(self, values: Mapping[str, float]) -> bool:
-        """True if `values` beat those of every checkpoint by `config.checkpoint.best_metric`."""
+        """Returns whether `config.checkpoint.best_metric` is better than in every checkpoint."""
         if not self._section.best_metric:
             return False
         known = [c.metrics for c in self._checkpointer.checkpoints if c.metrics]
@@ -97,17 +96,17 @@ class Checkpoints:
         *,
         last: bool = False,
     ) -> None:
-        """Starts to write a checkpoint of `state.step`; waits for the one before first.
+        """Waits for the previous save, then starts to save `state` in the background.
 
-        One that cannot be written is named in a warning, and the next one is tried.
+        A failed save is logged as a warning, and training continues.
 
         Args:
-          data: position of the input, JSON.
-          values: evaluation of this step, if there was one; keeps the value of `best_metric`.
-          last: no other one follows: waits until it is whole, and tries again by itself.
+          data: input position, JSON.
+          values: evaluation metrics of this step if any; the value of `best_metric` is saved.
+          last: waits until this save is complete, and retries failures.
 
         Raises:
-          CheckpointError: `MOST_FAILURES` in a row could not be written; of several processes, one.
+          CheckpointError: `MOST_FAILURES` consecutive saves failed; with several processes, one.
         """
         self.settle()
         self._begin(state, data, values)
@@ -121,7 +120,7 @@ class Checkpoints:
         arrays = {"params": state.params, "opt_state": state.opt_state}
         parts = {**arrays, DATA: json.loads(json.dumps(data))}
         try:
-            with interrupts.deferred():  # an interrupted one leaves threads that wait for the rest
+            with interrupts.deferred():  # an interrupted save leaves threads waiting forever
                 self._checkpointer.save_checkpointables_async(
                     step,
                     parts,
@@ -139,7 +138,7 @@ class Checkpoints:
             self._under_way = step
 
     def settle(self) -> bool:
-        """Waits for the save that is under way; whether there was one, and it is whole now.
+        """Waits for the unfinished save; returns True if there was one and it succeeded.
 
         Raises:
           CheckpointError: as `save`.
@@ -156,16 +155,16 @@ class Checkpoints:
         return True
 
     def close(self) -> None:
-        """Waits until all is on disk, then gives up the directory.
+        """Waits for the unfinished save, then closes the directory.
 
         Raises:
-          CheckpointError: what was under way could not be written.
+          CheckpointError: the unfinished save failed.
         """
         step, self._under_way = self._under_way, None
         try:
             self._checkpointer.wait()
         except _FAULTS as error:
-            with contextlib.suppress(Exception):  # it tells again, on its way out, what `wait` told
+            with contextlib.suppress(Exception):  # repeats the error of `wait`
                 self._checkpointer.close()
             if step is not None:
                 raise self._failure(error, step) from error
@@ -175,18 +174,18 @@ class Checkpoints:
     def restore(self, abstract: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
         """Restores the newest intact checkpoint.
 
-        A damaged checkpoint is named in a warning. Once an older one was read, the damaged one is
-        renamed to damaged-STEP, so that its step can be saved again; nothing of it is deleted.
+        Damaged checkpoints are logged as warnings. After an older one was read, they are renamed to
+        damaged-STEP, so that their steps can be saved again; nothing is deleted.
 
         Args:
-          abstract: `jax.ShapeDtypeStruct`s with the shardings to restore onto, any mesh.
+          abstract: `jax.ShapeDtypeStruct`s with the shardings to restore onto, on any mesh.
 
         Returns:
-          The state and the position of the input; None if there is no checkpoint.
+          The state and the input position; None if there is no checkpoint.
 
         Raises:
-          CheckpointError: there are checkpoints, and none can be read.
-          StorageError: the storage fails, so the newest checkpoint may be intact.
+          CheckpointError: no existing checkpoint can be read.
+          StorageError: the storage failed, so the newest checkpoint may be intact.
         """
         targets = {"params": abstract.params, "opt_state": abstract.opt_state, DATA: None}
         steps = list_steps(self._directory)
@@ -217,21 +216,20 @@ class Checkpoints:
     def _count_failure(self, error: Exception, step: int) -> None:
         failure = self._failure(error, step)
         self._failures += 1
-        # Others would wait in vain for what this process did not write: then all start again.
+        # Other processes would wait forever for this process's part, so the run must restart.
         if self._failures == MOST_FAILURES or jax.process_count() > 1:
             raise failure from error
-        logging.warning("%s Going on, and trying again with the next one.", failure)
+        logging.warning("%s Continuing; the next checkpoint will be tried.", failure)
 
     def _failure(self, error: Exception, step: int) -> CheckpointError:
-        interrupts.abandon_threads()  # that wait for the rest of this save
+        interrupts.abandon_threads()  # they wait for the rest of this save
         if isinstance(error, jax.errors.JaxRuntimeError):
             raise error
         whole = self.newest
-        rest = "there is none before it" if whole is None else f"the one of step {whole} is whole"
+        rest = "No earlier checkpoint exists" if whole is None else f"Step {whole} is intact"
         return CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self._directory} "
-            f"({first_line(error)}), {rest}; free some space there, or mend what fails, and start "
-            "again.",
+            f"Cannot save the checkpoint of step {step} to {self._directory}: {first_line(error)}. "
+            f"{rest}. Free space there or fix the error, then restart.",
             path=self._directory,
         )
 
@@ -253,8 +251,10 @@ def _preservation_policy(section: CheckpointSection):
 
 
 def _put_away_damaged_metrics(path: pathlib.Path) -> None:
-    """Orbax reads this file when it opens the directory, and gives up at one it cannot parse; with
-    another value than was saved it would keep the wrong checkpoint as the best.
+    """Removes a damaged metrics file of a checkpoint.
+
+    Orbax reads this file when it opens the directory and fails if it cannot parse it. With a wrong
+    value, Orbax would keep the wrong checkpoint as the best.
     """
     file = path / "metrics" / "metrics"
     try:
@@ -264,10 +264,10 @@ def _put_away_damaged_metrics(path: pathlib.Path) -> None:
     except ValueError:
         damaged = True
     else:
-        damaged = json.dumps(found) != json.dumps(_saved_metrics(path, found))  # NaN is NaN
+        damaged = json.dumps(found) != json.dumps(_saved_metrics(path, found))  # NaN equals NaN
     if damaged:
-        logging.warning("%s is damaged; this checkpoint counts as not evaluated.", file)
-        file.unlink(missing_ok=True)  # another process of this run may have been faster
+        logging.warning("Removing damaged %s: this checkpoint counts as not evaluated.", file)
+        file.unlink(missing_ok=True)  # another process may have removed it
 
 
 def _saved_metrics(path: pathlib.Path, default):
@@ -275,12 +275,12 @@ def _saved_metrics(path: pathlib.Path, default):
         return files.parse_json((path / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"][
             "metrics"
         ]
-    except (OSError, ValueError, KeyError, TypeError):  # an older one, or damaged as a whole
+    except (OSError, ValueError, KeyError, TypeError):  # an older checkpoint, or a damaged one
         return default
 
 
 def _rank(section: CheckpointSection, values: Mapping[str, float]) -> float:
-    """Larger is better; a value that is missing or NaN is the worst."""
+    """Ranks metrics: larger is better, and a missing value or NaN is the worst."""
     value = values.get(section.best_metric, float("nan"))
     if np.isnan(value):
         return float("-inf")

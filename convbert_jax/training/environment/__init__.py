@@ -1,1 +1,1 @@
-"""What a run stands on: devices, other processes, signals, the compiler."""
+"""Runtime environment of a run: devices, signals, compilation cache, watchdog."""

@@ -1,4 +1,4 @@
-"""What was compiled, and what the cache on disk saved."""
+"""Persistent compilation cache, progress of compilations and detection of recompilation."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,20 +10,20 @@ from jax.experimental.compilation_cache import compilation_cache
 from convbert_jax import files, progress
 from convbert_jax.training.environment import private_jax
 
-# Of the run. What jax calls "cache_misses" are the programs that it wrote to the folder, and of
-# several processes only the first one writes.
+# Counts of the run. JAX's event "cache_misses" counts programs written, by process 0 only.
 _events = {"cache_hits": 0, "compile_requests_use_cache": 0}
-_folder: str | None = None  # of compiled programs, where it is this module that named it to jax
+_folder: str | None = None  # cache folder set by this module
 
 
 def enable_compile_cache(path: str) -> None:
-    """Keeps compiled programs in the folder `path` over restarts; "" keeps none.
+    """Sets the folder of JAX's persistent compilation cache; "" disables the cache.
 
-    To be called when a run begins: `describe_compile_cache` counts from here on. What this process
-    compiled before stays in its memory. Several hosts need one path that all can read. A folder
-    that somebody else named goes first, by the environment variable JAX_COMPILATION_CACHE_DIR for
-    one. A folder that cannot be made is a warning, and nothing is kept: jax would take every
-    program for one that may be there, and say of each why not.
+    Call it at the start of a run: it resets the counts of `describe_compile_cache`. A folder that
+    is already set, for example by JAX_COMPILATION_CACHE_DIR, takes precedence. If the folder cannot
+    be created, logs a warning and disables the cache; JAX would warn for every program.
+
+    Args:
+      path: folder; several hosts need a path that all can read.
 
     Raises:
       UserError: as `files.to_path`.
@@ -37,22 +37,22 @@ def enable_compile_cache(path: str) -> None:
         return
     _folder = wanted
     jax.config.update("jax_compilation_cache_dir", wanted)
-    # The defaults leave out what is small or compiles in under a second.
+    # The defaults skip programs that are small or compile in less than a second.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # jax asks for the folder once, when it first compiles.
+    # JAX reads the folder only at its first compilation.
     compilation_cache.reset_cache()
 
 
 def _make_folder(path: str) -> str | None:
-    """The folder as jax wants it; None where it is not there and cannot be made."""
+    """Creates the cache folder; returns its path for JAX, or None if it cannot be created."""
     folder = files.to_path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         logging.warning(
-            "config.train.compile_cache=%s cannot be made (%s): the next start compiles everything "
-            "anew; name a folder that can be written.",
+            "config.train.compile_cache=%s cannot be created: %s. The next start will compile all "
+            "programs again. Set a writable folder.",
             path,
             error.strerror or error,
         )
@@ -61,7 +61,7 @@ def _make_folder(path: str) -> str | None:
 
 
 def describe_compile_cache() -> str:
-    """Hits and misses of the run in this process, in words; "off" without a cache."""
+    """Describes cache hits and misses of the run in this process, or "compile cache off"."""
     folder = jax.config.jax_compilation_cache_dir
     if not folder:
         return "compile cache off"
@@ -73,15 +73,15 @@ def describe_compile_cache() -> str:
 def compiling(what: str) -> Iterator[None]:
     """Logs `what` and the seconds so far while a program compiles in this block.
 
-    Replaces XLA's alarms ("Very slow compile?", "Constant folding an instruction is taking > 1s"),
-    which have level ERROR and no switch of their own. Failures of XLA are Python exceptions.
+    Hides XLA's alarms ("Very slow compile?", "Constant folding an instruction is taking > 1s"),
+    which have level ERROR and no switch. Failures of XLA are Python exceptions.
     """
     with private_jax.hide_xla_alarms(), progress.log_seconds(what):
         yield
 
 
 class RecompileWatch:
-    """Warns when a function is compiled more often than for the `shapes` of its input."""
+    """Warns when a function is compiled for more than `shapes` input shapes."""
 
     def __init__(self, function, name: str, shapes: int = 1):
         self._function = function
@@ -92,8 +92,8 @@ class RecompileWatch:
         compiled = private_jax.count_compiled(self._function)
         if compiled > self._known:
             logging.warning(
-                "The %s was compiled again by step %d (%d versions now): shapes or types of its "
-                "input change, and every new one stops the run to compile.",
+                "The %s was recompiled by step %d (%d versions): the shapes or dtypes of its input "
+                "change, and the run stops for each compilation.",
                 self._name,
                 step,
                 compiled,
@@ -107,4 +107,4 @@ def _count_event(event: str, **_) -> None:
         _events[name] += 1
 
 
-jax.monitoring.register_event_listener(_count_event)  # once, however many runs there are
+jax.monitoring.register_event_listener(_count_event)  # once per process

@@ -1,4 +1,4 @@
-"""The devices that a run finds, and what follows from them."""
+"""Device selection, checks of the config against the devices, and defaults by device."""
 
 import contextlib
 import importlib.metadata
@@ -16,42 +16,43 @@ from convbert_jax.machine.packages import installed, unmet
 
 
 def prepare_platform(platform: str) -> None:
-    """What must be settled before jax looks for devices, once: `config.platform=cpu`, and silence
-    about an absent TPU.
+    """Configures JAX before it initializes its backends.
 
-    libtpu, where it is installed, looks for the type and the hosts of its TPU and prints ten lines
-    where nobody tells it, to fail all the same; told, it fails in silence, and jax goes on with
-    what it finds or, asked for a TPU by name, says what is wrong.
+    Selects the CPU if `platform` is "cpu". On a machine without a TPU, sets the variables of libtpu
+    that otherwise make it query a metadata server and print ten lines before it fails. JAX still
+    reports an error if a TPU was requested explicitly.
     """
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
-    # jax sets this on import where no TPU is on the PCI bus
+    # JAX sets this on import if no TPU is on the PCI bus.
     if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
 def look_for_devices() -> list[jax.Device]:
-    """All devices of all processes, or ConfigError if jax finds none."""
+    """Returns all devices of all processes; raises ConfigError if JAX finds none."""
     try:
         return jax.devices()
     except RuntimeError as error:
         raise ConfigError(
-            f"jax finds no device: {str(error).splitlines()[0]} Install jax for this machine "
-            "(pip install 'jax[tpu]' or 'jax[cuda12]'), or stop the process that holds it."
+            f"JAX found no device: {str(error).splitlines()[0]} Install JAX for this machine "
+            "(pip install 'jax[tpu]' or 'jax[cuda12]'), or stop the process that uses the device."
         ) from error
 
 
 def check_devices(config: Config, found: jax.Device) -> None:
-    """Raises ConfigError if devices as `found` are not what the config asks for, by
-    `config.platform` or by an implementation that is named, or cannot do what it asks for.
+    """Raises ConfigError if the config needs a platform or a profiler that is not available.
+
+    Args:
+      found: one of the run's devices, which are all of one kind.
     """
     wanted = {"gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}.get(config.platform)
     if wanted and found.platform not in wanted:
         raise ConfigError(
-            f"config.platform='{config.platform}', but jax finds only {found.platform} "
-            f"({found.device_kind}); install jax for it (pip install 'jax[tpu]' or 'jax[cuda12]'), "
-            "free the device if another process holds it, or set --config.platform=any.",
+            f"config.platform='{config.platform}', but JAX found only {found.platform} "
+            f"({found.device_kind}). Install JAX for it (pip install 'jax[tpu]' or 'jax[cuda12]'), "
+            "stop any process that uses the device, or set --config.platform=any.",
             field="config.platform",
             value=config.platform,
         )
@@ -61,37 +62,37 @@ def check_devices(config: Config, found: jax.Device) -> None:
         if platforms.get(name, "") not in ("", here):
             raise ConfigError(
                 f"config.model.{field}='{name}' does not run on {found.platform} "
-                f"({found.device_kind}); set config.model.{field}=auto.",
+                f"({found.device_kind}). Set config.model.{field}=auto.",
                 field=f"config.model.{field}",
                 value=name,
             )
     if config.train.profile_start and (fault := fault_of_profiler()):
         raise ConfigError(
-            f"config.train.profile_start={config.train.profile_start}: the profiler would end the "
-            f"program, as {fault}; pip install 'jax[tpu]=={jax.__version__}', set "
-            "config.platform=cpu where there is no TPU, or set config.train.profile_start=0.",
+            f"config.train.profile_start={config.train.profile_start}: the profiler would crash "
+            f"because {fault}. Run pip install 'jax[tpu]=={jax.__version__}', set "
+            "config.platform=cpu without a TPU, or set config.train.profile_start=0.",
             field="config.train.profile_start",
             value=config.train.profile_start,
         )
 
 
 def fault_of_profiler() -> str:
-    """Why a trace would end this program without a word, "" if it would not.
+    """Returns why the profiler would crash this process without a message, or "".
 
-    The profiler of jax calls that of libtpu, which reads past the end of what an older jaxlib hands
-    it; jax loads libtpu, TPU or not, unless told to look for nothing else than a CPU or a GPU.
+    JAX's profiler calls libtpu's, which reads out of bounds with an older jaxlib. JAX loads libtpu
+    even without a TPU, unless jax_platforms excludes it.
     """
     asked = jax.config.jax_platforms
     if installed("libtpu") is None or (asked and "tpu" not in asked.split(",")):
         return ""
     of_libtpu = [r for r in importlib.metadata.requires("jax") or () if r.startswith("libtpu")]
     for wanted, found in unmet(of_libtpu, "tpu"):
-        return f"jax {jax.__version__} asks for {wanted}, and {found} is installed"
+        return f"jax {jax.__version__} requires {wanted}, but {found} is installed"
     return ""
 
 
 def find_devices(config: Config) -> list[jax.Device]:
-    """All devices, or ConfigError if they are not what `config` asks for."""
+    """Returns all devices; raises ConfigError if they do not match `config`."""
     devices = look_for_devices()
     found = devices[0]
     check_devices(config, found)
@@ -99,29 +100,28 @@ def find_devices(config: Config) -> list[jax.Device]:
 
 
 def advise_dtype(config: Config, found: jax.Device) -> None:
-    """Says what a run that trains could make use of."""
+    """Logs a recommendation to train in bfloat16 if the CPU has a matrix unit for it."""
     choice = found.platform == "cpu" and config.compute_dtype == "auto"
     if choice and processor.multiplies_bfloat16():
         logging.info(
-            "This processor has a matrix unit for bfloat16 (AMX), of which float32 makes no use; "
-            "--config.compute_dtype=bfloat16 trains 1.6 to 2.6 times as fast."
+            "This CPU supports AMX; --config.compute_dtype=bfloat16 trains 1.6 to 2.6 times faster."
         )
 
 
 def describe_devices(devices: Sequence[jax.Device]) -> str:
-    """As "8 x TPU v5e (tpu)"."""
+    """Formats devices as "8 x TPU v5e (tpu)"."""
     return f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
 
 
 def random_numbers(devices: Sequence[jax.Device]) -> contextlib.AbstractContextManager[None]:
-    """Context in which `jax.random.key` makes keys of the generator that suits the devices."""
-    if devices[0].platform == "tpu":  # threefry spends several percent of a step on dropout there
+    """Returns a context with the default PRNG for the devices: rbg on TPUs, else threefry."""
+    if devices[0].platform == "tpu":  # threefry takes several percent of a step for dropout
         return jax.default_prng_impl("rbg")
     return contextlib.nullcontext()
 
 
 def compute_dtype(config: Config, device: jax.Device) -> jnp.dtype:
-    """What `config.compute_dtype` stands for on a device."""
+    """Resolves `config.compute_dtype`; "auto" is float32 on CPUs, else bfloat16."""
     if config.compute_dtype == "auto":
         return jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
     return jnp.dtype(config.compute_dtype)

@@ -42,7 +42,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._receive) for number in _SIGNALS}
         else:
-            logging.warning("Not in the main thread: signals will not stop this run cleanly.")
+            logging.warning("Not in the main thread: the run cannot stop cleanly on signals.")
         if self._agreement:
             self._agreement.__enter__()
         if os.environ.get(_METADATA_HOST) or find_accelerators().chips:
@@ -96,7 +96,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _notice(self, what: str):
-        logging.info("Compute Engine takes this machine away (%s): stopping.", what)
+        logging.info("Compute Engine is reclaiming this machine (%s): stopping.", what)
         self._received = self._received or signal.SIGTERM.name
 
     def _read_notices(self, key: str) -> None:

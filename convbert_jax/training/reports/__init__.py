@@ -1,1 +1,1 @@
-"""What a run tells while it trains."""
+"""Logging, metrics files, trackers and profiling of a run."""

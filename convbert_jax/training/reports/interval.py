@@ -1,6 +1,6 @@
-"""The sums of a log interval that a checkpoint cuts in two, kept as JSON beside the data position.
+"""Metric sums of an unfinished log interval, saved as JSON in the checkpoint.
 
-So a run that resumes in the middle of an interval reports what one without a break does.
+With them, a run resumed within a log interval reports the same metrics as an uninterrupted run.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ from absl import logging
 from convbert_jax.training import sharding
 from convbert_jax.training.task import Metrics
 
-KEY = "interval"  # beside the fields of the data position
+KEY = "interval"  # stored next to the fields of the data position
 
 
 def to_json(totals: Metrics | None) -> dict[str, Any]:
-    """Sums so far, exact: a float32 is a double, and JSON gives back every double."""
+    """Converts sums to JSON exactly: JSON round-trips doubles, which represent every float32."""
     if totals is None:
         return {}
     pairs = jax.device_get(totals)
@@ -24,7 +24,10 @@ def to_json(totals: Metrics | None) -> dict[str, Any]:
 
 
 def from_json(kept: dict[str, Any], like: Metrics) -> Metrics | None:
-    """What `to_json` got, placed as `like`; None, told, where it is of other metrics."""
+    """Restores the sums with the shardings of `like`.
+
+    Logs a warning and returns None if the names or shapes of the metrics have changed.
+    """
     try:
         pairs = {
             name: tuple(np.asarray(k, a.dtype) for k, a in zip(kept[name], like[name], strict=True))
@@ -33,6 +36,6 @@ def from_json(kept: dict[str, Any], like: Metrics) -> Metrics | None:
     except (KeyError, TypeError, ValueError):
         pairs = {}
     if jax.tree.map(np.shape, pairs) != jax.tree.map(np.shape, dict(like)):
-        logging.warning("The metrics have changed: the first interval counts from here.")
+        logging.warning("The metrics have changed; the log interval restarts at this checkpoint.")
         return None
     return sharding.put_params(pairs, jax.tree.map(lambda a: a.sharding, dict(like)))

@@ -1,7 +1,7 @@
-"""What a run tells: one log line, WORKDIR/metrics.jsonl, TensorBoard, a bar on a terminal.
+"""Metrics of a run: log lines, WORKDIR/metrics.jsonl, TensorBoard and a progress bar.
 
-Each line of metrics.jsonl is one JSON object: step, split ("train" or "validation"), and the named
-numbers; one that is not finite is null. Only process 0 writes.
+Each line of metrics.jsonl is a JSON object: step, split ("train" or "validation") and the metrics
+by name; a value that is not finite is null. Only process 0 writes.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from convbert_jax.workdir import Workdir
 
 
 class ReportError(UserError):
-    """The numbers of a run cannot be kept."""
+    """Metrics cannot be written."""
 
 
 class Reporter:
-    """Writes the numbers of one run; a context that closes its files."""
+    """Writes the metrics of a run; a context manager that closes its files."""
 
     def __init__(
         self,
@@ -43,13 +43,15 @@ class Reporter:
         step: int,
         tracker: Tracker | None = None,
     ):
-        """Opens the files, and drops what they hold beyond `step`, where the run resumes.
+        """Opens the files and drops entries after `step`.
 
         Args:
-          tracker: hears the numbers too.
+          steps: length of the run.
+          step: step that the run resumes from.
+          tracker: also gets the metrics.
 
         Raises:
-          ReportError: they cannot be written; so do the methods, and the end of the context.
+          ReportError: the files cannot be written; also raised by the methods and on exit.
         """
         self._task = task
         self._steps = steps
@@ -80,21 +82,21 @@ class Reporter:
         try:
             with self._explain():
                 self._files.close()
-        except ReportError:  # the first one tells what happened
+        except ReportError:  # the first error is more specific
             if kind is None:
                 raise
 
     def advance(self) -> None:
-        """One step is done."""
+        """Advances the progress bar by one step."""
         if self._writes:
             self._bar.update()
 
     def train(self, step: int, values: dict[str, float], seconds_per_step: float | None) -> None:
-        """Training numbers of the interval that ends with `step`.
+        """Reports the training metrics of the log interval that ends with `step`.
 
         Args:
-          values: the task's, over the interval; loss, grad_norm and learning_rate.
-          seconds_per_step: as `Clock` has it; None where nothing was timed.
+          values: the task's metrics over the interval, loss, grad_norm and learning_rate.
+          seconds_per_step: from `Clock.lap`; None if no step was timed.
         """
         if not self._writes:
             return
@@ -115,7 +117,7 @@ class Reporter:
         logging.info("%s", "  ".join(parts))
 
     def validation(self, step: int, values: dict[str, float]) -> None:
-        """Held-out numbers at `step`."""
+        """Reports the held-out metrics at `step`."""
         if not self._writes:
             return
         self._write(step, "validation", values)
@@ -124,13 +126,13 @@ class Reporter:
         logging.info("%s", "  ".join(parts))
 
     def flush(self) -> None:
-        """Writes what is not in metrics.jsonl yet: a checkpoint needs the lines before it."""
+        """Flushes metrics.jsonl, which must be complete before a checkpoint is saved."""
         if self._writes:
             with self._explain():
                 self._lines.flush()
 
     def warn_health(self, step: int, values: dict[str, float]) -> None:
-        """Logs what `HealthWatch` finds."""
+        """Logs new warnings of `HealthWatch`."""
         if not self._writes:
             return
         for text in self._health.look(step, values):
@@ -162,9 +164,8 @@ class Reporter:
             yield
         except OSError as error:
             raise ReportError(
-                f"the report of the run could not be written to {self._workdir} "
-                f"({error.strerror or error}); free some space there and start again, it goes on "
-                "from the last checkpoint.",
+                f"Cannot write metrics to {self._workdir}: {error.strerror or error}. Free space "
+                "there and restart; the run resumes from the last checkpoint.",
                 path=str(self._workdir),
             ) from error
 
@@ -175,14 +176,14 @@ class Reporter:
 
 
 class HealthWatch:
-    """What `Task.health` says, each warning once, until it has been absent."""
+    """Deduplicates the warnings of `Task.health`; one repeats only after it was absent."""
 
     def __init__(self, health: Callable[[int, Mapping[str, float]], list[str]]):
         self._health = health
         self._warned: set[str] = set()
 
     def look(self, step: int, values: Mapping[str, float]) -> list[str]:
-        """The warnings that are new at `step`, an interval's end, with the interval's numbers."""
+        """Returns the new warnings at the end of a log interval, from its metrics."""
         warnings = {text.partition(":")[0]: text for text in self._health(step, values)}
         new = [text for name, text in warnings.items() if name not in self._warned]
         self._warned = set(warnings)
@@ -190,9 +191,9 @@ class HealthWatch:
 
 
 def drop_later_lines(path: epath.Path, step: int) -> None:
-    """Takes the lines of steps beyond `step` out of a metrics file, in one atomic change.
+    """Removes the lines after `step` from a metrics file atomically.
 
-    A line that a killed process left half written goes too, and any that is damaged.
+    Also removes incomplete and damaged lines.
     """
     if not path.exists():
         return
@@ -201,11 +202,11 @@ def drop_later_lines(path: epath.Path, step: int) -> None:
     kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
     if kept == lines:
         return
-    broken = steps[:-1].count(None)  # the last one may be half written
+    broken = steps[:-1].count(None)  # the last line may be incomplete
     if broken:
-        logging.warning("%d damaged lines of %s are dropped.", broken, path)
+        logging.warning("Dropped %d damaged lines of %s.", broken, path)
     logging.info(
-        "Resuming at step %d: %d later lines of %s are dropped.",
+        "Resuming at step %d: dropped %d later lines of %s.",
         step,
         len(lines) - len(kept) - broken,
         path.name,
@@ -215,13 +216,12 @@ def drop_later_lines(path: epath.Path, step: int) -> None:
 
 
 def read_metrics(path: epath.Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file in order, a number that was not finite as NaN; none if it is not
-    there.
+    """Reads the lines of a metrics file; null becomes NaN, and a missing file has no lines.
 
     Raises:
-      DamagedFileError: a line is not what was written.
+      DamagedFileError: a line is damaged.
     """
-    remedy = "put a copy back or remove it, training does not need it"
+    remedy = "restore a copy or remove it; training does not need it"
     try:
         lines = read_json_lines(path, remedy=remedy, fields={"step": int, "split": str})
     except FileNotFoundError:
@@ -233,13 +233,11 @@ def read_metrics(path: epath.Path) -> list[dict[str, Any]]:
 
 
 def read_undamaged(path: epath.Path) -> list[dict[str, Any]]:
-    """As `read_metrics`, but damaged lines are left out, with a warning: nothing that a run has
-    come to may fail for them.
-    """
+    """Reads the lines of a metrics file, but skips damaged ones with a warning."""
     try:
         return read_metrics(path)
     except DamagedFileError as error:
-        logging.warning("%s The other lines are used.", error)
+        logging.warning("%s Using the other lines.", error)
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError:
@@ -248,7 +246,7 @@ def read_undamaged(path: epath.Path) -> list[dict[str, Any]]:
 
 
 def last_of(lines: Sequence[Mapping[str, Any]], split: str) -> dict[str, float]:
-    """The last numbers of `split` in the lines of a metrics file; empty if there are none."""
+    """Returns the last metrics of `split` in the lines of a metrics file, or {}."""
     for line in reversed(lines):
         if line["split"] == split:
             return {name: v for name, v in line.items() if name not in ("step", "split")}
@@ -256,7 +254,7 @@ def last_of(lines: Sequence[Mapping[str, Any]], split: str) -> dict[str, float]:
 
 
 def measure_memory() -> dict[str, float]:
-    """Peak bytes on the first local device and its limit, or of this process where unknown."""
+    """Returns peak and limit in bytes of the first local device, else of host memory the peak."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         known = {"device_memory": stats["peak_bytes_in_use"]}
@@ -268,7 +266,7 @@ def measure_memory() -> dict[str, float]:
 
 
 def _step_of(line: bytes) -> int | None:
-    """None for what is no whole line of ours."""
+    """Returns the step of a line, or None if it is incomplete or damaged."""
     try:
         values = parse_json(line) if line.endswith(b"\n") else None
     except ValueError:
@@ -277,16 +275,16 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _fault_in(values: Any) -> str:
-    """What tells that these were never written by `Reporter`, "" if nothing does."""
+    """Returns why `Reporter` cannot have written these values, or ""."""
     if not isinstance(values, dict):
-        return f"it holds a {type(values).__name__}, not an object"
-    if type(values.get("step")) is not int:  # True is an int of another type
-        return "its 'step' is no whole number"
+        return f"expected an object, found {type(values).__name__}"
+    if type(values.get("step")) is not int:  # not isinstance, which accepts bool
+        return "'step' is not an integer"
     if not isinstance(values.get("split"), str):
-        return "its 'split' is no name"
+        return "'split' is not a string"
     for name, value in values.items():
         if name != "split" and type(value) not in (int, float, type(None)):
-            return f"its '{name}' is no number"
+            return f"'{name}' is not a number"
     return ""
 
 
@@ -305,6 +303,6 @@ def _format_memory(rates: Mapping[str, float]) -> str:
 
 def _format_count(count: float) -> str:
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if float(f"{count:.3g}") >= size:  # 999,999 are 1M
+        if float(f"{count:.3g}") >= size:  # 999,999 is 1M
             return f"{count / size:.3g}{unit}"
     return f"{count:.0f}"

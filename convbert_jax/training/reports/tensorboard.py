@@ -1,4 +1,4 @@
-"""Numbers for TensorBoard, in files of its own format beside the run's."""
+"""TensorBoard event files."""
 
 import contextlib
 import secrets
@@ -16,45 +16,44 @@ from convbert_jax import files
 
 @contextlib.contextmanager
 def _as_if_absent(package: str) -> Iterator[None]:
-    """Imports within do not load `package`, unless it is loaded already."""
+    """Makes imports of `package` fail within the block, unless it is already loaded."""
     if package in sys.modules:
         yield
         return
-    sys.modules[package] = None  # an import is an ImportError now
+    sys.modules[package] = None  # makes its import raise ImportError
     try:
         yield
     finally:
         del sys.modules[package]
 
 
-# tensorboardX imports PyTorch where it is installed, for a type in signatures of what is not used
-# here: two seconds of every start.
+# tensorboardX imports PyTorch if installed, only for type annotations. That takes two seconds.
 with _as_if_absent("torch"):
     from tensorboardX import summary
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.record_writer import RecordWriter
 
-_FLUSH_SECONDS = 60  # from one flush to the next: each waits for the disk
+_FLUSH_SECONDS = 60  # between flushes, which wait for the disk
 
 
 class EventFile:
-    """One event file, written where it is called.
+    """A TensorBoard event file, written synchronously.
 
-    tensorboardX's `SummaryWriter` leaves it to a thread, which a full disk or a clock that is set
-    back ends without a word; the queue before it then fills, and whoever writes waits for ever.
+    The thread of tensorboardX's `SummaryWriter` dies silently on a full disk or if the clock is set
+    back. Its queue then fills up and blocks the caller forever.
     """
 
     def __init__(self, folder: epath.Path, *, purge_step: int):
-        """Begins a file in `folder`, in front of which the older ones end at `purge_step`.
+        """Creates a file in `folder`; TensorBoard ignores events of older files from `purge_step`.
 
         Raises:
-          OSError: it cannot be written.
+          OSError: the file cannot be written.
         """
-        # Random, as a second run may begin within the same second, and so that no link is there.
+        # Random: another run may start within the same second, and the name must not be a symlink.
         unique = f"{socket.gethostname()}.{secrets.token_hex(8)}"
         name = f"events.out.tfevents.{time.time():017.6f}.{unique}"
         self._local, self._place = folder / name, folder / name
-        if files.is_remote(folder):  # its writer needs a file on a disk, which is copied
+        if files.is_remote(folder):  # RecordWriter needs a local file, which is copied
             self._folder = tempfile.TemporaryDirectory()
             self._local = Path(self._folder.name) / name
         self._file = RecordWriter(str(self._local))
@@ -64,7 +63,7 @@ class EventFile:
         self._write(Event(step=purge_step, session_log=start))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds numbers of one step by name; raises OSError if they cannot be written."""
+        """Adds the values of a step by name; raises OSError if they cannot be written."""
         for name, value in values.items():
             self._write(Event(step=step, summary=summary.scalar(name, value)))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
@@ -72,7 +71,7 @@ class EventFile:
             self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Writes what is left; raises OSError if it cannot be written."""
+        """Flushes and closes the file; raises OSError if it cannot be written."""
         try:
             self._flush()
         finally:

@@ -1,4 +1,4 @@
-"""Where the time goes: seconds per step, age of the process, traces of the profiler."""
+"""Step timing, program age and profiler traces."""
 
 import contextlib
 import logging as python_logging
@@ -14,7 +14,7 @@ from convbert_jax.config import TrainSection
 
 
 class Clock:
-    """Seconds per step; evaluations, checkpoints and steps that are compiled are not counted."""
+    """Measures seconds per step without evaluation, checkpoints and compilation."""
 
     def __init__(self):
         self.running = False
@@ -25,7 +25,7 @@ class Clock:
         self._begin, self._step = time.perf_counter(), step
 
     def lap(self, step: int) -> float | None:
-        """Seconds per step since the last lap; None without steps in between."""
+        """Returns the seconds per step since the last lap, or None without steps since then."""
         now, steps = time.perf_counter(), step - self._step
         seconds = (now - self._begin) / steps if steps else None
         self._begin, self._step = now, step
@@ -39,20 +39,20 @@ class Clock:
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """Context of a step that does not count: neither its time nor itself."""
+        """Excludes the step in this context from the time and the number of steps."""
         with self.paused():
             yield
         self._step += 1
 
 
 class Profiler:
-    """A trace of config.train.profile_steps steps from profile_start on, in `folder`."""
+    """Traces config.train.profile_steps steps, starting at profile_start, into `folder`."""
 
     def __init__(self, folder: epath.Path, section: TrainSection, step: int):
         """
         Args:
-          step: the last one that is done; where none of those to come is the first of the trace,
-            and no start before wrote one, a warning says so.
+          step: last completed step. Logs a warning if this run does not reach the first traced
+            step and no trace exists.
         """
         first = section.profile_start
         self._written = contextlib.ExitStack()
@@ -60,8 +60,8 @@ class Profiler:
         self._running = False
         if first and not step < first <= section.steps and not folder.exists():
             logging.warning(
-                "config.train.profile_start=%d: this start takes the steps %d to %d, so there is "
-                "no trace.",
+                "config.train.profile_start=%d is not among the remaining steps %d to %d; no trace "
+                "will be written.",
                 first,
                 step + 1,
                 section.steps,
@@ -80,7 +80,7 @@ class Profiler:
             self._running = True
 
     def after(self, step: int, result) -> None:
-        """Waits for `result` where the trace ends, so that it holds the whole last step."""
+        """Stops the trace after its last step; waits for `result`, so the step is complete."""
         if self._running and step == self._last:
             jax.block_until_ready(result)
             self._stop()
@@ -90,20 +90,19 @@ class Profiler:
             jax.profiler.stop_trace()
             self._running = False
             self._written.close()
-            logging.info("Profile from step %d on is in %s.", self._first, self._folder)
+            logging.info("Wrote the profile from step %d on to %s.", self._first, self._folder)
 
 
 def seconds_since_start() -> float:
-    """Age of this program, counted from where Python's logging was loaded, among the first modules.
+    """Returns the age of this program, measured since the import of Python's logging.
 
-    The age of the process is something else: a launch script becomes the program by `exec`, and
-    what it installed before would count.
+    The age of the process can be larger: a launch script may install packages before its `exec`.
     """
     return python_logging.makeLogRecord({}).relativeCreated / 1e3
 
 
 def format_seconds(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 20 min` or `2 d 4 h`."""
+    """Formats a duration as `45 s`, `12 min`, `3 h 20 min` or `2 d 4 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

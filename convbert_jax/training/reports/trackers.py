@@ -1,8 +1,8 @@
-"""The numbers of a run for a tracker of experiments besides: Weights & Biases, MLflow.
+"""Experiment trackers: Weights & Biases, MLflow.
 
-Where they go is said by the trackers' own variables, WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI
-and the like. WORKDIR/tracker.json has the tracker's name for the run, which a resumed run goes on
-under; of numbers that it told already the trackers keep the first (wandb) or both (MLflow).
+The trackers' environment variables (WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, ...) configure
+them. WORKDIR/tracker.json stores the tracker's run ID, under which a resumed run continues. For
+steps that are logged again, wandb keeps the first values and MLflow keeps both.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from convbert_jax import files
 from convbert_jax.config import Config, ConfigError, to_dict
 from convbert_jax.workdir import Workdir
 
-_PROJECT = "convbert_jax"  # where the user names none
+_PROJECT = "convbert_jax"  # default project or experiment
 _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
-# Characters of a setting, and settings of one message, that every MLflow server takes.
+# Characters of a parameter, and parameters of a request, that every MLflow server accepts.
 _LONGEST, _MOST_PARAMS = 500, 100
 
 
 class Tracker(Protocol):
-    """Takes the numbers of one run."""
+    """Receives the metrics of a run."""
 
     def add(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -35,10 +35,10 @@ class Tracker(Protocol):
 
 @contextlib.contextmanager
 def tracking(config: Config, workdir: Workdir) -> Iterator[Tracker | None]:
-    """The tracker of `config.train.tracker`, told of the run's settings; None if it names none.
+    """Starts the tracker of `config.train.tracker` with the run's config; yields None if empty.
 
     Raises:
-      ConfigError: its package is not installed, or it cannot begin.
+      ConfigError: the tracker's package is not installed, or the tracker cannot start.
     """
     name = config.train.tracker
     if not name:
@@ -47,17 +47,17 @@ def tracking(config: Config, workdir: Workdir) -> Iterator[Tracker | None]:
     check_tracker(name)
     run = None
     with contextlib.suppress(FileNotFoundError):
-        remedy = "remove it, and the tracker begins a new run"
+        remedy = "remove it to start a new tracker run"
         fields = {"tracker": str, "run": str}
         known = files.read_json(workdir.tracker, remedy=remedy, fields=fields)
         run = known["run"] if known["tracker"] == name else None
     begin = {"wandb": _WeightsAndBiases, "mlflow": _MLflow}[name]
     try:
         tracker = begin(config, workdir, run)
-    except Exception as error:  # of kinds of their own, for want of a key, a server, a disk
+    except Exception as error:  # trackers define many classes
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ConfigError(
-            f"config.train.tracker='{name}' cannot begin: {first}; set its variables "
+            f"config.train.tracker='{name}' cannot start: {first}. Set its environment variables "
             "(WANDB_MODE=offline, MLFLOW_TRACKING_URI=…), or leave config.train.tracker empty.",
             field="config.train.tracker",
             value=name,
@@ -74,20 +74,20 @@ def check_tracker(name: str) -> None:
     """Raises ConfigError if the package of a tracker is not installed."""
     if name and importlib.util.find_spec(name) is None:
         raise ConfigError(
-            f"config.train.tracker='{name}' needs its package: pip install {_PACKAGES[name]}, or "
-            "the extra trackers.",
+            f"config.train.tracker='{name}' needs a package. Run pip install {_PACKAGES[name]}, or "
+            "install the extra 'trackers'.",
             value=name,
         )
 
 
 class _Patient:
-    """A tracker whose faults do not end a run: after the first one it is left alone."""
+    """Disables a tracker after its first error, so that training continues."""
 
     def __init__(self, name: str, tracker: Tracker):
         self._name, self._tracker = name, tracker
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        self._do(f"numbers of step {step}", lambda tracker: tracker.add(step, values))
+        self._do(f"step {step}", lambda tracker: tracker.add(step, values))
 
     def close(self) -> None:
         self._do("the end of the run", lambda tracker: tracker.close())
@@ -101,8 +101,8 @@ class _Patient:
         except Exception as error:
             self._tracker = None
             logging.warning(
-                "%s did not take %s (%s) and hears no more of this run, until it is started again; "
-                "metrics.jsonl has all.",
+                "Logging to %s failed at %s (%s); disabled for the rest of this run. metrics.jsonl "
+                "is complete.",
                 self._name,
                 what,
                 (str(error).strip().splitlines() or [type(error).__name__])[0],
@@ -144,7 +144,7 @@ class _MLflow:
             run = self._client.create_run(place, run_name=config.name).info.run_id
         self.run = run
         self._client.update_run(run, status="RUNNING")
-        # Settings that a resumed run has changed are kept as they were: MLflow allows no others.
+        # MLflow parameters are immutable, so settings that a resumed run changes keep old values.
         known = self._client.get_run(run).data.params
         params = [
             entities.Param(name, str(value)[:_LONGEST])
