@@ -1,5 +1,7 @@
-"""What a step takes by arithmetic alone: of GPUs, whose compiler is gigabytes to install, and of
-this machine's CPU, whose speed is measured.
+"""Memory and time of a step by arithmetic, without compiling.
+
+For GPUs, whose compiler takes gigabytes to install, and for this machine's CPU, whose speed is
+measured.
 """
 
 import dataclasses
@@ -22,8 +24,7 @@ from convbert_jax.ops import products
 from convbert_jax.training.memory import spell_bytes
 
 _GIB = 2**30
-# Memory in GB and its bandwidth in GB/s, from NVIDIA's data sheets; the name is a key of
-# flops.PEAK_FLOPS.
+# (key of flops.PEAK_FLOPS, memory in GB, bandwidth in GB/s), from NVIDIA's data sheets.
 _GPUS = {
     "b200": ("B200", 180, 7700),
     "h200": ("H200", 141, 4800),
@@ -35,34 +36,35 @@ _GPUS = {
     "t4": ("T4", 16, 320),
     "v100": ("V100", 16, 900),
 }
-# What an H100 reached of both in a large product and a large copy, and what a step moves: so many
-# times the activations that it keeps, as XLA compiles `small` and `base` for one, with layers in a
-# loop and without (benchmarks/RESULTS.md, section 9).
+# Shares of peak FLOP/s and bandwidth that an H100 reached in a large product and a large copy; and
+# the memory traffic of a step as a multiple of the stored activations, for `small` and `base`, with
+# unrolled and scanned layers (benchmarks/RESULTS.md, section 9).
 _PRODUCTS_REACH, _COPIES_REACH = 0.68, 0.88
 MOVED, MOVED_IN_LOOPS = 9, 16
-_AT_WORST = 2.5  # times that: programs that wait for the host, products that fill no GPU
-# Shares of the speed of its matrix products that steps of `tiny` and `base` reach on a CPU
+_AT_WORST = 2.5  # times the best case: waiting for the host, products too small for the GPU
+# Shares of matrix-product speed that steps of `tiny` and `base` reach on CPUs
 # (benchmarks/RESULTS.md).
 _REACHED_BY_CPUS = (0.2, 0.65)
-_REACHED_WITH_MATRIX_UNITS = (0.1, 0.55)  # where products are bfloat16 and the rest is as slow
-_MOST_ROWS = 4_096  # of a product that is measured: enough for its speed, and little memory
-_FREE = 0.92  # of the memory: the rest is the driver's and what the allocator cannot use
+_REACHED_WITH_MATRIX_UNITS = (0.1, 0.55)  # only products are faster
+_MOST_ROWS = 4_096  # of the measured product; enough to reach full speed
+_FREE = 0.92  # share of memory; driver and fragmentation take the rest
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """So many of one kind.
+    """Devices of one kind.
 
     Attributes:
       name: "gpu:h100x8", or "cpu" for this machine.
       platform: "gpu" or "cpu".
-      kind: as jax calls it.
-      bytes: memory of one.
-      peak: FLOP/s of one.
-      reached: least and largest share of the peak that a step is expected to reach; of a GPU that
-        of its products.
-      bandwidth: of the memory of one, in bytes a second; None where `reached` has it all.
-      basis: what these numbers rest on, for a person.
+      kind: key of `flops.PEAK_FLOPS`, or "cpu".
+      count: number of devices.
+      bytes: memory of one device.
+      peak: FLOP/s of one device.
+      reached: lowest and highest share of the peak that a step is expected to reach; for GPUs, the
+        share in matrix products.
+      bandwidth: memory bandwidth of one device in bytes/s; None if `reached` includes it.
+      basis: source of these numbers, as text.
     """
 
     name: str
@@ -78,16 +80,20 @@ class Devices:
 
 @dataclasses.dataclass(frozen=True)
 class ArithmeticPlan:
-    """What a step takes of one device.
+    """Memory and time of a step; memory is per device.
 
     Attributes:
-      axes: of the mesh, name -> size.
-      parameters, gradients, moments: bytes.
-      kept: bytes of activations that the backward pass asks for, by tracing.
-      moved: bytes that a step reads and writes of the memory of a GPU, roughly; None of a CPU.
-      tokens, flops: of a step, of all devices.
-      teacher: bytes of the parameters of config.distillation.teacher; 0 without one.
-      teacher_flops: of its forward passes in a step, of all devices.
+      axes: mesh axis -> size.
+      rows: rows of a step over all devices.
+      parameters: bytes.
+      gradients: bytes.
+      moments: bytes of the optimizer state.
+      kept: bytes of activations stored for the backward pass, by tracing.
+      moved: estimated bytes that a step reads from and writes to GPU memory; None for a CPU.
+      tokens: tokens of a step over all devices.
+      flops: FLOPs of a step over all devices.
+      teacher: bytes of the parameters of config.distillation.teacher; 0 without a teacher.
+      teacher_flops: forward FLOPs of the teacher in a step over all devices.
     """
 
     config: Config
@@ -110,7 +116,7 @@ class ArithmeticPlan:
 
     @property
     def capacity(self) -> float:
-        """Bytes of a device that a step may take."""
+        """Bytes per device that a step may use."""
         return _FREE * self.devices.bytes
 
     @property
@@ -127,7 +133,7 @@ class ArithmeticPlan:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of a step, as is expected at best and at worst; nothing is sent between devices."""
+        """Best and worst expected seconds of a step, without communication between devices."""
         peak = self.devices.peak * self.devices.count
         work = self.flops + self.teacher_flops
         best, worst = (work / peak / share for share in reversed(self.devices.reached))
@@ -138,9 +144,7 @@ class ArithmeticPlan:
 
     @property
     def rank(self) -> tuple[int, int, int, int]:
-        """Times differ by nothing that arithmetic sees: the best computes least again, and then
-        divides least.
-        """
+        """Prefers less rematerialization, then less sharding; arithmetic cannot compare times."""
         again = planned.REMAT.index(self.config.model.remat)
         divided = self.axes["tensor"] * self.axes["sequence"]
         return again, divided, self.axes["fsdp"], self.config.train.accumulation
@@ -151,26 +155,26 @@ class ArithmeticPlan:
 
     @property
     def assumptions(self) -> str:
-        return f"a step takes {self.takes}; from {self.devices.basis}"
+        return f"step time: {self.takes}; based on {self.devices.basis}"
 
     @property
     def takes(self) -> str:
-        """What the seconds of a step are made of, the rest of a sentence."""
+        """Explanation of the seconds of a step."""
         devices = self.devices
         (low, high), peak = devices.reached, f"{devices.peak / 1e9:,.0f} GFLOP/s"
         if devices.bandwidth is None:
-            return f"as it reaches {low:.0%} to {high:.0%} of {peak}"
+            return f"at {low:.0%} to {high:.0%} of {peak}"
         return (
-            f"once to {_AT_WORST:g} times what its products do at {high:.0%} of {peak} and some "
-            f"{self.moved / 1e9:,.3g} GB at {_COPIES_REACH:.0%} of "
+            f"1 to {_AT_WORST:g} times the time of products at {high:.0%} of {peak} plus about "
+            f"{self.moved / 1e9:,.3g} GB of memory traffic at {_COPIES_REACH:.0%} of "
             f"{devices.bandwidth / 1e9:,.0f} GB/s"
         )
 
     def to_json(self, price: float | None = None) -> dict[str, Any]:
-        """All numbers, and that they are arithmetic.
+        """Returns all numbers for JSON.
 
         Args:
-          price: of an hour of a device, in any currency.
+          price: price of a device-hour, in any currency.
         """
         names = ("parameters", "gradients", "moments", "kept", "teacher")
         return {
@@ -193,21 +197,21 @@ class ArithmeticPlan:
 
 
 def is_counted(topology: str) -> bool:
-    """Whether a plan for it is arithmetic."""
+    """Returns whether plans for a topology are made by arithmetic."""
     return topology == "cpu" or topology.startswith("gpu:")
 
 
 def read_gpus(topology: str) -> Devices:
-    """Reads "gpu:h100x8".
+    """Parses a topology like "gpu:h100x8"; the default count is 1.
 
     Raises:
-      ConfigError: a kind that is not known, or no number.
+      ConfigError: the kind of GPU is unknown, or the format is wrong.
     """
     found = re.fullmatch(r"gpu:(\w+?)(?:x(0*[1-9]\d*))?", topology, re.ASCII)
     if not found or found[1] not in _GPUS:
         raise ConfigError(
-            f"--topology={topology} names no GPUs; take one of {', '.join(_GPUS)} and how many, as "
-            "gpu:h100x8.",
+            f"--topology={topology} does not name known GPUs. Use gpu:KINDxCOUNT, such as "
+            f"gpu:h100x8, with one of: {', '.join(_GPUS)}.",
             field="--topology",
             value=topology,
         )
@@ -220,18 +224,19 @@ def read_gpus(topology: str) -> Devices:
         bytes=size * 1e9,
         peak=flops.peak_flops(kind),
         reached=(_PRODUCTS_REACH, _PRODUCTS_REACH),
-        basis="NVIDIA's data sheets, what one H100 reached of them, and what XLA makes of a step",
+        basis="NVIDIA's data sheets, shares that an H100 reached, and steps compiled by XLA",
         bandwidth=bandwidth * 1e9,
     )
 
 
 def this_cpu(rows: int, inputs: int, outputs: int, dtype: jnp.dtype = jnp.float32) -> Devices:
-    """The CPU of this machine, all of its cores one device as jax has it; multiplies for a second.
+    """Measures this machine's CPU for a second; all cores are one device, as in JAX.
 
     Args:
-      rows, inputs, outputs: of the matrices that are multiplied, those of a feed-forward layer;
-        of rows at most 4,096.
-      dtype: of the computation.
+      rows: rows of the measured product; more than 4,096 count as 4,096.
+      inputs: input size of the product, usually of a feed-forward layer.
+      outputs: output size of the product.
+      dtype: compute dtype.
     """
     rows = min(rows, _MOST_ROWS)
     speed = _measure_products(rows, inputs, outputs, dtype)
@@ -244,13 +249,13 @@ def this_cpu(rows: int, inputs: int, outputs: int, dtype: jnp.dtype = jnp.float3
         bytes=float(free_memory()),
         peak=speed,
         reached=_REACHED_WITH_MATRIX_UNITS if in_matrix_unit else _REACHED_BY_CPUS,
-        basis=f"the memory that is free here, and {speed / 1e9:,.0f} GFLOP/s that this machine "
-        f"reached just now in {jnp.dtype(dtype)} products of {rows:,} x {inputs:,} x {outputs:,}",
+        basis=f"free memory of this machine, and {speed / 1e9:,.0f} GFLOP/s measured in "
+        f"{jnp.dtype(dtype)} products of {rows:,} x {inputs:,} x {outputs:,}",
     )
 
 
 def _measure_products(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> float:
-    """FLOP/s of a model's products on the CPU, the best of those of a second."""
+    """Measures the FLOP/s of a matrix product on the CPU: the best within one second."""
     on_cpu = jax.devices("cpu")[0]
     x, y = (jax.device_put(np.ones(shape, dtype), on_cpu)
             for shape in ((rows, inputs), (inputs, outputs)))  # fmt: skip
@@ -271,12 +276,12 @@ def describe(
     largest: planned.Largest | None = None,
     compared: Sequence[ArithmeticPlan] = (),
 ) -> str:
-    """A text for a person.
+    """Formats a plan as text.
 
     Args:
-      price: of an hour of a device, in any currency.
-      largest: if it was searched for.
-      compared: other meshes and the like.
+      price: price of a device-hour, in any currency.
+      largest: result of the batch search, if any.
+      compared: plans of other meshes and settings.
     """
     devices = plan.devices
     unit = devices.platform.upper()
@@ -293,29 +298,29 @@ def describe(
     work = f"{overview.spell_number(plan.flops)} FLOPs"
     if plan.teacher:
         rows["teacher's parameters"] = plan.teacher
-        work += f", and {plan.teacher_flops:.3g} of the teacher"
+        work += f", plus {plan.teacher_flops:.3g} of the teacher"
     run = planned.outlook(plan, price)
     cost = "{:,.3g} to {:,.3g}".format(*run["chip_hours"]) + f" {unit}-hours"
     if price is not None:
         cost += ", {:,.2f} to {:,.2f}".format(*run["price"]) + f" at {price:g} each"
     time_taken = [
-        f"a step takes            {_spell(best)} to {_spell(worst)} ms, {plan.takes}",
-        f"  tokens a second       {plan.tokens / worst:,.0f} to {plan.tokens / best:,.0f}",
-        f"the run                 {steps:,} steps: "
+        f"step time               {_spell(best)} to {_spell(worst)} ms, {plan.takes}",
+        f"  tokens per second     {plan.tokens / worst:,.0f} to {plan.tokens / best:,.0f}",
+        f"run                     {steps:,} steps: "
         f"{overview.spell_range(best * steps, worst * steps)}, {cost}",
     ]
     if math.isnan(best):
-        time_taken = ["a step takes            unknown, as the FLOPs of config.model.mixer are"]
+        time_taken = ["step time               unknown: config.model.mixer defines no FLOPs"]
     return "\n".join(
         [
             f"{plan.config.name} on {devices.name}, BY ARITHMETIC: nothing was compiled or run",
-            f"from {devices.basis}",
+            f"based on {devices.basis}",
             "",
             f"mesh                    {planned.spell_mesh(plan.axes)}",
-            f"a step                  {plan.rows:,} rows, {plan.tokens:,} tokens, {work}",
+            f"step                    {plan.rows:,} rows, {plan.tokens:,} tokens, {work}",
             "",
             f"{f'memory of a {unit}':<24}{plan.used / _GIB:.2f} of {capacity:.2f} GiB, {state}; "
-            "what operations need for themselves comes on top",
+            "temporary buffers are not included",
             *(f"  {name:<22}{size / _GIB:>8.2f}" for name, size in rows.items()),
             *(() if plan.fits else planned.WHAT_HELPS),
             "",
@@ -328,10 +333,10 @@ def describe(
 
 def _describe_largest(largest: planned.Largest) -> list[str]:
     if largest.plan is None:
-        return ["", "no batch was found that fits", *planned.describe_search(largest, "counted")]
+        return ["", "no batch fits", *planned.describe_search(largest, "counted")]
     return [
         "",
-        f"the largest batch found: --config.train.batch_size={largest.plan.rows}, "
+        f"largest batch found: --config.train.batch_size={largest.plan.rows}, "
         f"{largest.plan.used / _GIB:.2f} GiB",
         *planned.describe_search(largest, "counted"),
     ]
@@ -339,7 +344,7 @@ def _describe_largest(largest: planned.Largest) -> list[str]:
 
 def _compare(plans: Sequence[ArithmeticPlan]) -> list[str]:
     names = list(map(planned.spell_choice, plans))
-    title = "mesh, what is computed again, microbatches"
+    title = "mesh, rematerialization, accumulation"
     width = max(map(len, (*names, title[2:])))
     lines = ["", f"{title:<{width + 2}}{'memory':>10}"]
     for name, each in zip(names, plans, strict=True):
@@ -347,13 +352,13 @@ def _compare(plans: Sequence[ArithmeticPlan]) -> list[str]:
         lines.append(f"  {name:<{width}}{used:>10}{fits}")
     best = planned.recommend(plans)
     if best is None:
-        return [*lines, "none of them fits"]
+        return [*lines, "no plan fits"]
     return [
         *lines,
-        f"computes least again and divides least, of those that fit: {planned.flags_of(best)}",
+        f"least rematerialization and sharding that fits: {planned.flags_of(best)}",
     ]
 
 
 def _spell(seconds: float) -> str:
-    """Milliseconds, of which three digits count."""
+    """Formats seconds as milliseconds with three significant digits."""
     return f"{float(f'{seconds * 1e3:.3g}'):,g}"

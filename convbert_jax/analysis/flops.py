@@ -1,18 +1,18 @@
-"""Floating-point operations of training, by formula, and what devices can do.
+"""Analytic FLOPs of training and peak FLOP/s of devices.
 
-XLA's own count is no help: it counts the body of a scan once, whatever its length.
+XLA's cost analysis cannot be used: it counts the body of a scan once, regardless of its length.
 
 Two conventions:
 
-model: matrix products only, a product of [m, k] and [k, n] being 2mkn; backward twice the forward;
-  table lookups free; the generator's output layer on the masked positions. This is the numerator
-  of model FLOPs utilization (MFU): work the model needs, not what an implementation repeats.
-paper: what ELECTRA and ConvBERT print. Backward counts as much as forward, a table lookup as a
-  product with a one-hot vector, elementwise operations a few each, and the output layer is on
-  15.625% of the tokens (the counter in ELECTRA's repository, extended to the mixed block).
+model: matrix products only; [m, k] times [k, n] is 2mkn. The backward pass is twice the forward
+  pass, embedding lookups are free, and the generator's output layer runs on the masked positions.
+  This is the numerator of model FLOPs utilization (MFU) and excludes rematerialization.
+paper: the numbers published for ELECTRA and ConvBERT. The backward pass equals the forward pass, a
+  lookup is a product with a one-hot vector, elementwise operations count a few FLOPs each, and the
+  output layer runs on 15.625% of the tokens (ELECTRA's counter, extended to the mixed block).
 
-A mixer that is a plain `nnx.Module` does not say its operations: all sums with it are NaN, which
-is shown as "unknown".
+A mixer that is a plain `nnx.Module` does not define its FLOPs: sums with it are NaN, which is shown
+as "unknown".
 """
 
 import re
@@ -22,10 +22,10 @@ from convbert_jax.config.sequences import DecoderConfig
 from convbert_jax.models import costs
 from convbert_jax.objectives.span_corruption import count_spans
 
-# Peak dense FLOP/s of one JAX device in bfloat16, by a part of its `device_kind`; the longest
-# fitting part counts. TPU: Google Cloud's TPU documentation, peak compute per chip; a device is
-# a chip, but half a chip on v2, v3 and 7x. GPU: NVIDIA's data sheets, without sparsity; V100 and
-# T4 have no bfloat16, theirs is float16.
+# Peak dense bfloat16 FLOP/s of a JAX device, by a substring of its `device_kind`; the longest match
+# applies. TPU: Google Cloud's TPU documentation, peak compute per chip; a device is a chip, but
+# half a chip on v2, v3 and 7x. GPU: NVIDIA's data sheets, without sparsity; float16 for V100 and
+# T4, which have no bfloat16.
 PEAK_FLOPS = {
     "TPU v2": 22.5e12,
     "TPU v3": 61.5e12,
@@ -54,28 +54,30 @@ PEAK_FLOPS = {
     "V100": 125e12,
 }
 
-_PAPER_PREDICTED = 0.15625  # share of the tokens under the output layer
+_PAPER_PREDICTED = 0.15625  # share of tokens with outputs
 
 CONVENTIONS = ("model", "paper")
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Peak FLOP/s of a device by `jax.Device.device_kind`; None for a CPU or an unknown one."""
-    fitting = [  # of whole words: an L40 is no L4, an A1000 no A100
+    """Returns the peak FLOP/s for a `jax.Device.device_kind`; None for CPUs and unknown kinds."""
+    fitting = [  # whole words: L40 must not match L4, nor A1000 match A100
         name for name in PEAK_FLOPS if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", device_kind)
     ]
     return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
 
 
 def forward_flops_per_token(config: Config, convention: str = "model") -> float:
-    """Operations of one forward pass of all networks of the recipe, per token of a row: the mean of
-    the steps, where config.objective.masked_lm_steps has another head at first.
+    """Computes the forward FLOPs of all networks of the recipe, per token of a row.
+
+    With config.objective.masked_lm_steps, which starts with another head, it is the mean over
+    steps.
 
     Raises:
-      ValueError: an unknown convention, or a model that writes text, by the paper's.
+      ValueError: the convention is unknown, or "paper" was requested for a generative model.
     """
     if convention not in CONVENTIONS:
-        raise ValueError(f"convention is {convention!r}, but must be {' or '.join(CONVENTIONS)}.")
+        raise ValueError(f"Unknown convention {convention!r}; choose {' or '.join(CONVENTIONS)}.")
     paper = convention == "paper"
     length = config.data.length
     if config.writes_text:
@@ -84,7 +86,7 @@ def forward_flops_per_token(config: Config, convention: str = "model") -> float:
     if config.recipe == "masked_lm":
         hidden = config.encoder.hidden_size
         head = _predict(config, hidden, config.embeddings, paper)
-        if config.objective.sentence_pairs != "none":  # one vector a row
+        if config.objective.sentence_pairs != "none":  # one vector per row
             head += 2 * hidden * (hidden + 2) / length
         return encoder + head
     hidden = config.encoder.hidden_size
@@ -111,11 +113,12 @@ def forward_flops_per_token(config: Config, convention: str = "model") -> float:
 def teacher_flops_per_token(
     config: Config, encoder: EncoderConfig, embeddings: EmbeddingsConfig
 ) -> float:
-    """Operations of a teacher's forward pass, per token of a row, model convention.
+    """Computes a teacher's forward FLOPs per token of a row (model convention).
 
     Args:
-      config: of the student.
-      encoder, embeddings: of the teacher.
+      config: config of the student.
+      encoder: encoder of the teacher.
+      embeddings: embeddings of the teacher.
     """
     total, hidden = _encoder(encoder, config.data.length, paper=False), encoder.hidden_size
     if not config.distillation.logits_weight:
@@ -126,9 +129,14 @@ def teacher_flops_per_token(
 
 
 def pair_forward_flops(config: Config, source: int, target: int) -> float:
-    """Operations of one forward pass of an encoder-decoder for a row of so many tokens to read and
-    to write, model convention; a causal layer counts as much as one that reads both ways, as the
-    products are made whole.
+    """Computes the forward FLOPs of an encoder-decoder for one row (model convention).
+
+    Causal attention counts as much as bidirectional attention, because the products are computed in
+    full and then masked.
+
+    Args:
+      source: number of source tokens.
+      target: number of target tokens.
     """
     model = config.encoder_decoder
     hidden = model.decoder.hidden_size
@@ -136,7 +144,7 @@ def pair_forward_flops(config: Config, source: int, target: int) -> float:
         stage.depth * _layer_products(stage.layer, source) for stage in model.encoder.stages
     )
     decoder = _decoder(model.decoder, target)
-    # Queries and output of the attention to the source, keys and values of the source, both sums.
+    # Cross-attention: queries and output, keys and values, then both attention products.
     reading = target * 2 * 2 * hidden**2 + source * 2 * 2 * hidden**2
     reading += 2 * 2 * source * target * hidden
     words = 2 * hidden * model.target.vocab_size
@@ -144,9 +152,11 @@ def pair_forward_flops(config: Config, source: int, target: int) -> float:
 
 
 def _forward_flops_of_writing(config: Config, paper: bool) -> float:
-    """Per token of a row of the corpus; of pairs, of a row as long as they may be."""
+    """Computes forward FLOPs of generative models per token; pairs have the maximum length."""
     if paper:
-        raise ValueError("a model that writes text has no FLOPs in the paper's convention.")
+        raise ValueError(
+            "The convention 'paper' is not defined for generative models. Use 'model'."
+        )
     length = config.data.length
     if config.recipe == "causal_lm":
         model = config.language_model
@@ -164,13 +174,13 @@ def _decoder(decoder: DecoderConfig, length: int) -> float:
 
 
 def training_flops_per_token(config: Config, convention: str = "model") -> float:
-    """Operations of one training step, per token of a row: forward and backward."""
+    """Computes forward and backward FLOPs per token of a row."""
     passes = 3 if convention == "model" else 2
     return passes * forward_flops_per_token(config, convention)
 
 
 def training_flops(config: Config, convention: str = "model") -> float:
-    """Operations of the whole run."""
+    """Computes the FLOPs of the whole run."""
     tokens = config.train.steps * config.train.batch_size * config.data.length
     return tokens * training_flops_per_token(config, convention)
 
@@ -194,7 +204,7 @@ def _layer_products(layer: LayerConfig, length: int) -> float:
 
 
 def _layer_elementwise(layer: LayerConfig, length: int) -> float:
-    """Biases, norms, dropouts and residuals, and what the mixer has."""
+    """Counts biases, norms, dropout, residuals and the mixer's elementwise operations."""
     around = 2 * (1 + costs.DROPOUT + 1 + costs.LAYER_NORM) * layer.hidden_size
     around += (1 + costs.GELU) * layer.ffn_size
     return layer.mixer.elementwise(layer.hidden_size, length) + around
@@ -208,7 +218,7 @@ def _embed(embeddings: EmbeddingsConfig, length: int, paper: bool) -> float:
 
 
 def _predict(config: Config, hidden: int, embeddings: EmbeddingsConfig, paper: bool) -> float:
-    """The masked language head, spread over all tokens."""
+    """Computes FLOPs of the masked-language head, averaged over all tokens."""
     products = 2 * embeddings.size * (hidden + embeddings.vocab_size)
     if not paper:
         return products * config.max_predictions / config.data.length

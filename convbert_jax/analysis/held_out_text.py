@@ -78,7 +78,7 @@ def pair_subwords(
 
 
 def describe_cloze(cloze: Cloze) -> list[str]:
-    """Describes it as text: `[token]` was masked, `[token<original]` is a wrong prediction."""
+    """Formats a cloze: `[token]` was masked, `[token<original]` is a wrong prediction."""
     text = ""
     for shown, old, hidden, begins_word in cloze.subwords:
         filled = f"[{shown if old is None else f'{shown}<{old}'}]" if hidden else shown
@@ -96,14 +96,14 @@ def count_right(cloze: Cloze) -> str:
 
 
 def describe_suspects(suspects: Suspects) -> list[str]:
-    """Describes it as text: `[new<original]` was replaced, `!` follows a predicted replacement."""
+    """Formats a text: `[new<original]` was replaced, `!` follows a predicted replacement."""
     text = ""
     for shown, old, suspect, begins_word in suspects.subwords:
         marked = shown if old is None else f"[{shown}<{old}]"
         text += (" " if begins_word else "") + marked + ("!" if suspect else "")
     return [
-        "Replaced tokens of a held-out text: [new<original]; ! marks as many tokens, with the",
-        "discriminator's highest scores:",
+        "Replaced tokens of a held-out text: [new<original]; ! marks the same number of tokens, by",
+        "highest discriminator score:",
         *_wrap(text),
         count_found(suspects),
     ]
@@ -123,7 +123,7 @@ def _wrap(text: str) -> list[str]:
 
 
 def _word_starts(pieces: Sequence[str]) -> list[bool]:
-    """SentencePiece marks the first token of a word, WordPiece marks all others."""
+    """Finds first tokens of words: marked in SentencePiece, unmarked in WordPiece."""
     if any(piece.startswith("\u2581") for piece in pieces):
         special = [piece.startswith("[") and piece.endswith("]") for piece in pieces]
         return [p.startswith("\u2581") or s for p, s in zip(pieces, special, strict=True)]

@@ -1,4 +1,4 @@
-"""What a config comes to, by arithmetic: parameters, tokens, operations, memory."""
+"""Overview of a config by arithmetic: parameters, tokens, FLOPs, memory."""
 
 import math
 from collections.abc import Collection
@@ -11,27 +11,26 @@ from convbert_jax.training import state
 from convbert_jax.training.optimizer import make_optimizer
 from convbert_jax.training.task import Params
 
-# Chips to name a time for, by a part of `device_kind`; at a share of their peak that large runs of
-# such models reach (docs/pretraining.md), not one that was measured here.
+# Chips with a time estimate (keys of `flops.PEAK_FLOPS`), and an MFU that large runs of such models
+# reach (docs/pretraining.md). It was not measured with this package.
 _CHIPS = ("TPU v4", "TPU v5e", "TPU v6e", "A100", "H100")
 REACHED = 0.3
 _PLANS = (
-    "With activations, and the time of a step: --mode=plan --topology=cpu (this machine), "
+    "For activations and the time of a step, use --mode=plan --topology=cpu (this machine), "
     "gpu:h100x1 or v5e:2x2."
 )
 
 
 def describe(config: Config, params: Params, leave_out: Collection[str] = ()) -> str:
-    """A text for a person: every field, then a line for each of what they decide.
+    """Formats all fields, then parameters, memory and cost of the run.
+
+    Memory covers parameters, gradients and optimizer state in float32, not activations.
 
     Args:
-      params: of the model, or their shapes alone.
+      params: parameters of the model, or their shapes.
       leave_out: sections and fields that the recipe does not read.
-
-    Memory is of what does not depend on the batch:
-    parameters, gradients and the optimizer's moments in float32; activations come on top.
     """
-    if config.recipe == "finetune":  # each task has a head of its own
+    if config.recipe == "finetune":  # each task has its own head
         params = {name: part for name, part in params.items() if name != "head"}
     parts = count_parts(params)
     whole = sum(parts.values())
@@ -48,21 +47,21 @@ def describe(config: Config, params: Params, leave_out: Collection[str] = ()) ->
     size = 2 * 4 * whole + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(moments))
     lines += [
         "",
-        f"memory beside activations   {_bytes(size)} ({config.optimizer.method}, float32), divided "
+        f"memory without activations  {_bytes(size)} ({config.optimizer.method}, float32), divided "
         "by config.mesh.fsdp",
     ]
     if config.recipe == "finetune":
         return "\n".join([*lines, *_describe_tasks(config)])
     if config.distillation.teacher:
         lines.append(
-            "the teacher                its parameters and its forward pass come on top of all "
-            "numbers here"
+            "teacher                     its parameters and forward pass are not included in these "
+            "numbers"
         )
     return "\n".join([*lines, *_describe_run(config), "", _PLANS])
 
 
 def count_parts(params: Params) -> dict[str, int]:
-    """How many numbers each part of a model learns."""
+    """Counts the parameters of each part of a model."""
     return {name: state.count(part) for name, part in params.items()}
 
 
@@ -71,17 +70,17 @@ def _describe_run(config: Config) -> list[str]:
     most = ""
     if config.reads_pairs:
         most, tokens = "at most ", 2 * config.parallel.batch_tokens
-        rows = f"{most}{tokens:,} tokens of both texts, by their lengths"
-        source = config.parallel.source or "config.parallel.source is not named yet"
+        rows = f"{most}{tokens:,} tokens, source and target"
+        source = config.parallel.source or "config.parallel.source is not set"
     else:
         tokens = t.batch_size * config.data.length
         rows = f"{t.batch_size:,} rows x {config.data.length:,} = {tokens:,} tokens"
         source = config.data.source
     lines = [
         "",
-        f"learns from                 {source}",
-        f"a step                      {rows}",
-        f"the run                     {t.steps:,} steps, {most}{_count(t.steps * tokens)} tokens",
+        f"training data               {source}",
+        f"step                        {rows}",
+        f"run                         {t.steps:,} steps, {most}{_count(t.steps * tokens)} tokens",
         f"evaluations, checkpoints    every {t.eval_every:,} and {config.checkpoint.every:,} steps",
     ]
     if config.reads_pairs:
@@ -89,14 +88,14 @@ def _describe_run(config: Config) -> list[str]:
     work = tokens * flops.training_flops_per_token(config)
     total = work * t.steps
     lines += [
-        f"operations                  {spell_number(work)} FLOPs a step, {spell_number(total)} in "
-        "all",
+        f"operations                  {spell_number(work)} FLOPs per step, {spell_number(total)} "
+        "in total",
     ]
     if math.isnan(work):
         return lines
     lines += [
         "",
-        f"one chip, if it reached {REACHED:.0%} of its peak (arithmetic, not a measurement):",
+        f"time on one chip at {REACHED:.0%} of its peak (arithmetic, not a measurement):",
     ]
     rates = {chip: flops.PEAK_FLOPS[chip] * REACHED for chip in _CHIPS}
     return lines + [
@@ -110,9 +109,9 @@ def _describe_tasks(config: Config) -> list[str]:
     return [
         "",
         f"tasks                       {', '.join(f.tasks)}",
-        f"runs of each                {max(1, len(f.learning_rates))} learning rates x "
+        f"runs per task               {max(1, len(f.learning_rates))} learning rates x "
         f"{max(1, len(f.epochs))} numbers of epochs x {f.seeds} seeds",
-        f"starts from                 {config.init_from or 'random weights'}",
+        f"initial weights             {config.init_from or 'random'}",
     ]
 
 
@@ -122,23 +121,23 @@ def _bytes(size: float) -> str:
 
 def _count(number: float) -> str:
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if float(f"{number:.3g}") >= size:  # 999,999 are 1 M
+        if float(f"{number:.3g}") >= size:  # 999,999 is 1 M
             return f"{number / size:.3g} {unit}"
     return f"{number:.0f}"
 
 
 def spell_number(value: float, form: str = ".3g") -> str:
-    """`value` as `format` writes it, "unknown" for NaN."""
+    """Formats a number; NaN is "unknown"."""
     return "unknown" if math.isnan(value) else format(value, form)
 
 
 def spell_range(best: float, worst: float) -> str:
-    """As "3.2 days to 5.1 days"; of seconds that round to the same, that."""
+    """Formats two durations in seconds as "3.2 days to 5.1 days", or as one if they look equal."""
     return " to ".join(dict.fromkeys(map(spell_time, (best, worst))))
 
 
 def spell_time(seconds: float) -> str:
-    """As "3.2 days"; "unknown" for NaN."""
+    """Formats a duration in seconds as "3.2 days"; NaN is "unknown"."""
     if math.isnan(seconds):
         return "unknown"
     for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):

@@ -1,7 +1,4 @@
-"""What plans by a compiler and plans by arithmetic have in common: what is made of a step's
-figures, which of several plans is recommended, what a search for the largest batch came to, and
-what helps where memory does not suffice.
-"""
+"""Common parts of compiled and arithmetic plans: cost of a run, recommendation, batch search."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +7,11 @@ from typing import Any, Protocol
 from convbert_jax.config import Config
 from convbert_jax.training.memory import spell_bytes
 
-REMAT = ("none", "dots", "full")  # the more is computed again, the less is kept
+REMAT = ("none", "dots", "full")  # by increasing recomputation
 WHAT_HELPS = (
-    "What helps, the cheapest first: --config.train.batch_size smaller, or --config.train."
-    "accumulation larger; --config.mesh.fsdp larger, where parameters are much of it;",
-    "--config.model.remat=dots, then full; more devices.",
+    "To reduce memory, cheapest first: lower --config.train.batch_size or raise --config.train."
+    "accumulation; raise --config.mesh.fsdp if parameters dominate;",
+    "set --config.model.remat=dots, then full; use more devices.",
 )
 
 
@@ -22,16 +19,19 @@ class Planned(Protocol):
     """A plan of one config.
 
     Attributes:
-      axes: of the mesh, name -> size.
-      rows, tokens: of a step, of all devices.
-      fits: whether it fits into the memory of a device.
-      used, capacity: bytes of a device that it takes, and that there are.
-      fixed, growing: bytes of a device that are the same for any number of rows, and that grow with
-        it; together `used`, or of a step that does not fit at most what it would take.
-      seconds: of a step that fits, at best and at worst.
-      rank: the least is the best of several plans that fit.
-      paid: chips, or GPUs, that an hour is paid for.
-      assumptions: what the seconds rest on, for a person.
+      axes: mesh axis -> size.
+      rows: rows of a step over all devices.
+      tokens: tokens of a step over all devices.
+      fits: whether the step fits into the memory of a device.
+      used: bytes per device that the step needs.
+      capacity: bytes per device that are available.
+      fixed: bytes per device that do not depend on the number of rows.
+      growing: bytes per device that grow with it. If the step fits, fixed + growing = used;
+        otherwise it is an upper bound.
+      seconds: best and worst case of a step that fits.
+      rank: sort key of plans that fit; the smallest is the best.
+      paid: number of chips or GPUs that are billed.
+      assumptions: basis of the seconds, as text.
     """
 
     config: Config
@@ -61,8 +61,11 @@ class Planned(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One batch of a search: a plan, and the bytes of a device that it was predicted to take from
-    those before it, which are no compiler's word; None of the first.
+    """A trial of a batch search.
+
+    Attributes:
+      plan: plan of the batch.
+      predicted: bytes per device extrapolated from earlier trials; None for the first one.
     """
 
     plan: Planned
@@ -71,17 +74,17 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Largest:
-    """What a search for the largest batch came to.
+    """Result of a search for the largest batch.
 
     Attributes:
-      plan: of the largest batch that was planned and fits, if one does.
-      trials: all that were planned, in order.
-      next_rows: the smallest batch that was planned and does not fit; where all fit, the smallest
-        that is predicted not to, which it may, as a compiler saves memory where it is short.
-      next_bytes: of a device, that it takes.
-      next_planned: whether it was planned, not predicted.
-      dearer: a row of `plan` divided by a row of the batch whose rows are cheapest, in seconds.
-      gave_up: whether the search ended since rows were dear.
+      plan: largest planned batch that fits, or None.
+      trials: all planned batches, in order.
+      next_rows: smallest planned batch that does not fit; if all fit, the smallest predicted not to
+        fit. The prediction may be too high, because compilers save memory when it is short.
+      next_bytes: bytes per device of that batch.
+      next_planned: whether that batch was planned, not predicted.
+      dearer: seconds per row of `plan`, divided by the lowest seconds per row of all batches.
+      gave_up: whether the search ended because rows became too expensive.
     """
 
     plan: Planned | None
@@ -94,7 +97,7 @@ class Largest:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """For JSON, bytes of a device."""
+        """The result for JSON; memory in bytes per device."""
         return {
             "trials": [
                 {
@@ -116,34 +119,32 @@ class Largest:
 
 
 def price_of_row(plan: Planned) -> float:
-    """Seconds of a row, best and worst added, of a plan that fits."""
+    """Returns the sum of best and worst seconds per row of a plan that fits."""
     return sum(plan.seconds) / plan.rows
 
 
 def describe_search(largest: Largest, did: str) -> list[str]:
-    """What was planned and what predicted, for a person.
+    """Formats the trials and the prediction of a batch search.
 
     Args:
-      did: what was done for a plan, as "compiled".
+      did: how plans were made, for example "compiled".
     """
     lines = []
     for trial in largest.trials:
         size = spell_bytes(trial.plan.used)
         line = f"  {did}: {trial.plan.rows:,} rows, {size}"
         if trial.predicted is not None:
-            line += f"; predicted from those before: {spell_bytes(trial.predicted)}"
+            line += f"; predicted from earlier trials: {spell_bytes(trial.predicted)}"
         lines.append(line if trial.plan.fits else f"{line}; does not fit")
     if largest.next_planned:
-        lines.append(f"  beyond: {largest.next_rows:,} rows do not fit, {did}")
+        lines.append(f"  next: {largest.next_rows:,} rows do not fit, {did}")
     else:
         size = spell_bytes(largest.next_bytes)
-        lines.append(
-            f"  beyond: {largest.next_rows:,} rows would take {size}, PREDICTED, not {did}"
-        )
+        lines.append(f"  next: {largest.next_rows:,} rows would need {size}, PREDICTED, not {did}")
     if largest.plan and largest.dearer >= 1.005:  # two decimals are shown
         cheapest = f"a row costs {largest.dearer:.2f} times a row of the cheapest batch above"
         lines.append(
-            f"  ended there: {cheapest}; config.train.accumulation has the cheaper rows"
+            f"  search ended: {cheapest}; use config.train.accumulation instead"
             if largest.gave_up
             else f"  {cheapest}"
         )
@@ -151,10 +152,10 @@ def describe_search(largest: Largest, did: str) -> list[str]:
 
 
 def outlook(plan: Planned, price: float | None) -> dict[str, Any]:
-    """What the run takes, for JSON; pairs are at best and at worst.
+    """Returns time and price of the run for JSON; pairs are best and worst case.
 
     Args:
-      price: of an hour of one chip, in any currency.
+      price: price of a chip-hour, in any currency.
     """
     best, worst = plan.seconds
     hours = [seconds * plan.config.train.steps / 3600 for seconds in (best, worst)]
@@ -172,12 +173,12 @@ def outlook(plan: Planned, price: float | None) -> dict[str, Any]:
 
 
 def recommend(plans: Sequence[Planned]) -> Planned | None:
-    """The best of those that fit; of equals the first."""
+    """Returns the best plan that fits, or None; the first of equal ones."""
     return min((plan for plan in plans if plan.fits), key=lambda plan: plan.rank, default=None)
 
 
 def flags_of(plan: Planned) -> str:
-    """Mesh, what is computed again and microbatches, as on a command line."""
+    """Returns the flags of mesh, rematerialization and accumulation."""
     flags = [f"--config.mesh.{name}={size}" for name, size in plan.axes.items()]
     flags.append(f"--config.model.remat={plan.config.model.remat}")
     if plan.config.train.accumulation > 1:
@@ -186,14 +187,14 @@ def flags_of(plan: Planned) -> str:
 
 
 def spell_choice(plan: Planned) -> str:
-    """The same as "data=4 fsdp=1 tensor=1 sequence=1 remat=none accumulation=2"."""
+    """Formats them as "data=4 fsdp=1 tensor=1 sequence=1 remat=none accumulation=2"."""
     choice = f"{spell_mesh(plan.axes)} remat={plan.config.model.remat}"
     accumulation = plan.config.train.accumulation
     return f"{choice} accumulation={accumulation}" if accumulation > 1 else choice
 
 
 def spell_mesh(axes: Mapping[str, int]) -> str:
-    """As "data=4 fsdp=1 tensor=1 sequence=1"."""
+    """Formats a mesh as "data=4 fsdp=1 tensor=1 sequence=1"."""
     return " ".join(f"{name}={size}" for name, size in axes.items())
 
 
@@ -203,10 +204,13 @@ def numbers_of_all(
     compared: Sequence[Planned],
     to_json: Callable[[Any], dict[str, Any]],
 ) -> dict[str, Any]:
-    """All numbers, for JSON: those of `first`, and beside them the others'.
+    """Returns all results for JSON: the fields of `first`, extended by the other plans.
 
     Args:
-      largest: if it was searched for.
+      first: plan of the config itself.
+      largest: result of the batch search, if any.
+      compared: plans of other meshes and settings.
+      to_json: converts a plan to JSON.
     """
     best = recommend([first, *compared]) if compared else None
     return to_json(first) | {

@@ -1,4 +1,4 @@
-"""Results of a pre-training run: learning curves, and metrics next to those of chance."""
+"""Results of a pre-training run: learning curves, and held-out metrics next to chance level."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,7 +59,7 @@ class Number(NamedTuple):
 
 
 def arrange_curves(records: Iterable[Mapping[str, Any]]) -> Curves:
-    """Turns the records of a metrics file into curves; values that are not finite are left out."""
+    """Turns the records of a metrics file into curves; skips values that are not finite."""
     curves = {}
     for record in records:
         split = curves.setdefault(record["split"], {})
@@ -79,11 +79,11 @@ def plot_curves(curves: Curves, picture: epath.Path, title: str) -> bool:
     """Draws all panels of a run into one PNG.
 
     Returns:
-      whether there was anything to draw.
+      False if there was nothing to draw.
     """
     panels = choose_panels(curves)
     if not panels:
-        logging.warning("%s: there are no numbers to draw.", title)
+        logging.warning("%s: no metrics to plot.", title)
         return False
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -98,7 +98,7 @@ def plot_curves(curves: Curves, picture: epath.Path, title: str) -> bool:
 
 
 def draw_panel(axis: "Axes", panel: Panel, curves: Curves) -> None:
-    """Draws the metrics of a panel over steps: training as thin, held-out text as bold curves."""
+    """Draws the metrics of a panel over steps: thin curves for training, bold for held-out text."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     for color, name in zip(drawing.CURVES, panel.metrics, strict=False):

@@ -1,4 +1,4 @@
-"""How good texts are that a model wrote, by the libraries of the field, beside references."""
+"""Scores of generated texts against references: BLEU, chrF, ROUGE, exact match."""
 
 import dataclasses
 import importlib
@@ -19,11 +19,11 @@ class ScoreError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of a set of texts.
+    """Scores of a set of texts.
 
     Attributes:
-      values: by name, from 0 to 100.
-      signature: which library, version and settings these are by.
+      values: name -> score, from 0 to 100.
+      signature: library, version and settings.
     """
 
     values: Mapping[str, float]
@@ -36,7 +36,7 @@ NAMES = {
     "summarization": ("rouge1", "rouge2", "rougeL"),
     "text_to_text": ("exact_match", "exact_match_normalized"),
 }
-# config.recipe -> the module that scores need, as Python and as pip call it
+# config.recipe -> (module, pip package) that its scores need
 LIBRARIES = {
     "translation": ("sacrebleu", "sacrebleu"),
     "summarization": ("rouge_score", "rouge-score"),
@@ -49,20 +49,20 @@ _WITHOUT_SPACES = re.compile(
 )
 
 
-# recipes whose score is one of the whole set, for which each text has as many references
+# Recipes with corpus-level scores, which need the same number of references for each text.
 OF_CORPUS = ("translation",)
 
 
 def check_library(recipe: str, score_words: str = "13a") -> None:
-    """Raises ScoreError where what scores texts of the recipe is not installed."""
+    """Raises ScoreError if the library for a recipe's scores is not installed."""
     needed = [LIBRARIES[recipe]] if recipe in LIBRARIES else []
     if recipe == "summarization" and score_words != "13a":
         needed.append(LIBRARIES["translation"])
     for module, package in needed:
         if util.find_spec(module) is None:
             raise ScoreError(
-                f"config.recipe='{recipe}' is scored by {package}, which is not installed; install "
-                f"it: pip install {package}, or convbert_jax[text].",
+                f"Scores of config.recipe='{recipe}' need {package}, which is not installed. Run "
+                f"pip install {package}, or install convbert_jax[text].",
                 field="config.recipe",
                 value=recipe,
             )
@@ -75,14 +75,15 @@ def score(
     normalize: Callable[[str], str],
     score_words: str = "13a",
 ) -> Scores:
-    """The scores of config.recipe.
+    """Computes the scores of a recipe.
 
     Args:
-      written: texts.
-      references: of each text one or more, any of which is right: BLEU and chrF take all of them,
-        as sacreBLEU does, ROUGE the best one of each number, an exact match any. As many of each
-        text for `OF_CORPUS`.
-      normalize: a text as the model's vocabulary would write it.
+      recipe: config.recipe.
+      written: generated texts.
+      references: one or more references for each text. BLEU and chrF use all of them as sacreBLEU
+        does, ROUGE the best one for each score, exact match any. For `OF_CORPUS`, each text needs
+        the same number.
+      normalize: normalizes a text as the model's vocabulary does.
       score_words: config.decoding.score_words.
 
     Raises:
@@ -97,7 +98,7 @@ def score(
 
 
 def _translation(written, references, tokenizer: str) -> Scores:
-    """BLEU and chrF of the whole set (Post 2018, Popović 2015)."""
+    """Computes corpus-level BLEU (Post 2018) and chrF (Popović 2015)."""
     _warn_of_missing_spaces("BLEU", references, tokenizer)
     sacrebleu = importlib.import_module("sacrebleu")
     values, signatures = {}, []
@@ -110,7 +111,7 @@ def _translation(written, references, tokenizer: str) -> Scores:
 
 
 class _Words:
-    """Words as sacreBLEU cuts them, in lower case, without punctuation, for rouge-score."""
+    """Tokenizer for rouge-score: sacreBLEU's words in lower case, without punctuation."""
 
     def __init__(self, name: str):
         self._cut = importlib.import_module("sacrebleu").BLEU(tokenize=name).tokenizer
@@ -129,23 +130,23 @@ def _warn_of_letters(references: Sequence[Sequence[str]]) -> None:
     unknown = sum(not letter.isascii() for letter in letters)
     if unknown > len(letters) / 10:
         log.warning(
-            "ROUGE counts words of a to z and 0 to 9 alone, and %.0f%% of the letters of the "
-            "references are others; --config.decoding.score_words=intl (zh, char where no blanks "
-            "stand between words) counts all.",
+            "ROUGE only counts words of a to z and 0 to 9, but %.0f%% of the letters in the "
+            "references are others. Set --config.decoding.score_words=intl, or zh or char for "
+            "scripts without spaces.",
             100 * unknown / len(letters),
         )
 
 
 def _warn_of_missing_spaces(score: str, references: Sequence[Sequence[str]], words: str) -> None:
-    """Warns if words are cut at spaces, and the references are of a script that has none."""
+    """Warns if words are split at spaces although the references' script has none."""
     text = " ".join(text for of_text in references for text in of_text)
     found = [word for word in text.split() if _WITHOUT_SPACES.search(word)]
     share = sum(map(len, found)) / max(1, len(text))
     if words not in ("zh", "char") and share > 0.1 and sum(map(len, found)) > 4 * len(found):
         log.warning(
-            "%s with config.decoding.score_words=%s cuts words at spaces, and %.0f%% of the "
-            "references is text of a script without spaces; set --config.decoding.score_words=zh "
-            "for Chinese, or char for Japanese, Thai and others.",
+            "%s with config.decoding.score_words=%s splits words at spaces, but %.0f%% of the "
+            "references is in a script without spaces. Set --config.decoding.score_words=zh for "
+            "Chinese, or char for Japanese, Thai and others.",
             score,
             words,
             100 * share,
@@ -153,8 +154,9 @@ def _warn_of_missing_spaces(score: str, references: Sequence[Sequence[str]], wor
 
 
 def _summarization(written, references, words: str) -> Scores:
-    """F of ROUGE-1, 2 and L, means over texts (Lin 2004), with stemming where words are English. Of
-    several references the best one by each F, as rouge-score's `score_multi` has it.
+    """Computes the mean F-measure of ROUGE-1, 2 and L (Lin 2004), with stemming for English.
+
+    With several references, the best one for each score counts (`score_multi` of rouge-score).
     """
     names = NAMES["summarization"]
     english = words == "13a"
@@ -176,8 +178,9 @@ def _summarization(written, references, words: str) -> Scores:
 
 
 def _text_to_text(written, references, normalize) -> Scores:
-    """Share of texts that are a reference, but for blanks around: as it stands, and as the
-    vocabulary would write it, without case and accents if it has none.
+    """Computes exact match, ignoring surrounding whitespace: raw and normalized.
+
+    Normalization is the vocabulary's, which may remove case and accents.
     """
     pairs = list(zip(written, references, strict=True))
 
@@ -193,14 +196,14 @@ def _text_to_text(written, references, normalize) -> Scores:
 
 
 def _of_several(references: Sequence[Sequence[str]], how: str) -> str:
-    """What a signature says of further references."""
+    """Returns the part of a signature for multiple references, or ""."""
     counts = sorted({len(right) for right in references})
     if counts[-1] == 1:
         return ""
     return f"{how} {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} references"
 
 
-# names of scores -> what people call them
+# name of a score -> its title
 TITLES = {
     "bleu": "BLEU",
     "chrf": "chrF",

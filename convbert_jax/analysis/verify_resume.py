@@ -1,4 +1,4 @@
-"""Is a resumed run the same run? Trains twice, once killed in the middle, and compares all bits."""
+"""Verifies exact resumption: trains twice, once killed midway, and compares all bits."""
 
 import contextlib
 import signal
@@ -16,24 +16,26 @@ from convbert_jax.config import UserError
 from convbert_jax.training.checkpoints.reading import load_arrays
 from convbert_jax.workdir import Workdir
 
-_TO_SAVE = 60.0  # seconds that a run which is to stop has for its last checkpoint
-_PATIENCE = 1_800  # seconds for one run to show a new checkpoint
+_TO_SAVE = 60.0  # seconds for a stopped run to save its last checkpoint
+_PATIENCE = 1_800  # seconds to wait for a checkpoint
 
 
 class ResumeError(UserError):
-    """The two runs differ, or could not be compared."""
+    """The two runs differ or could not be completed."""
 
 
 def run(arguments: list[str], workdir: epath.PathLike, *, steps: int) -> str:
-    """Runs `steps` steps straight and with a SIGKILL after the first checkpoint past the middle;
-    compares the results.
+    """Trains without interruption, and with a SIGKILL midway and a resumption; compares both.
+
+    The second run is killed after its first checkpoint at or after the middle step.
 
     Args:
       arguments: flags of main.py: --config and overrides.
-      workdir: of the run to verify; everything is written below WORKDIR/verify_resume.
+      workdir: workdir of the run to verify; all files are written below WORKDIR/verify_resume.
+      steps: length of both runs.
 
     Returns:
-      What was compared, in a sentence.
+      A sentence with the result.
 
     Raises:
       ResumeError: parameters, optimizer state or data position differ in any bit.
@@ -53,34 +55,34 @@ def run(arguments: list[str], workdir: epath.PathLike, *, steps: int) -> str:
         f"--config.checkpoint.every={every}",
         f"--config.data.directory={workdir.trial('data')}",
     ]
-    logging.info("Preparing the data and training %d steps without a break.", steps)
+    logging.info("Preparing the data and training %d steps without interruption.", steps)
     with _started(shared, straight) as process:
-        _wait(process, "the straight run")
+        _wait(process, "The uninterrupted run")
 
-    logging.info("Training again, to be killed in the middle.")
+    logging.info("Training again; this run will be killed midway.")
     with _started(shared, killed) as process:
         killed_at = _kill_after(process, killed, steps // 2, steps)
     logging.info("Killed after the checkpoint of step %d; resuming.", killed_at)
     with _started(shared, killed) as process:
-        _wait(process, "the resumed run")
+        _wait(process, "The resumed run")
 
     expected, resumed = (load_arrays(w.checkpoints, steps)[1] for w in (straight, killed))
     differing = compare(expected, resumed)
     if differing:
         raise ResumeError(
-            f"resuming is not exact: {len(differing)} of {len(expected)} parts differ, first "
-            f"{differing[0]}; both runs are kept in {straight.path.parent}.",
+            f"Resumption is not exact: {len(differing)} of {len(expected)} arrays differ, first "
+            f"{differing[0]}. Both runs are kept in {straight.path.parent}.",
             path=straight.path.parent,
         )
     return (
-        f"Exact: {len(expected)} parts (parameters, optimizer state, data position) of the run "
-        f"killed after step {killed_at} equal those of the straight run bit for bit at step "
-        f"{steps}."
+        f"Resumption is exact: at step {steps}, {len(expected)} arrays (parameters, optimizer "
+        f"state, data position) of the run killed after step {killed_at} equal the uninterrupted "
+        f"run's bit for bit."
     )
 
 
 def compare(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> list[str]:
-    """Names of the parts that are not the same to the bit, missing ones too."""
+    """Returns the names of arrays that are missing on one side or not bit-identical."""
     names = sorted(first.keys() | second.keys())
     return [
         name
@@ -95,7 +97,10 @@ def compare(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> list
 
 @contextlib.contextmanager
 def _started(arguments: list[str], workdir: Workdir) -> Iterator[subprocess.Popen]:
-    """Context with a run, which does not outlive it: SIGTERM is for this process alone."""
+    """Runs main.py in a subprocess, which is stopped at the end of the block.
+
+    Schedulers may send SIGTERM to this process only.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "convbert_jax.main", *arguments, f"--workdir={workdir}"],
         stdout=subprocess.DEVNULL,
@@ -115,7 +120,7 @@ def _started(arguments: list[str], workdir: Workdir) -> Iterator[subprocess.Pope
 def _wait(process: subprocess.Popen, name: str) -> None:
     if process.wait() != 0:
         raise ResumeError(
-            f"{name} ended with exit code {process.returncode}; its message stands above.",
+            f"{name} failed with exit code {process.returncode}. See its output above.",
             value=process.returncode,
         )
 
@@ -126,8 +131,8 @@ def _kill_after(process: subprocess.Popen, killed: Workdir, middle: int, steps: 
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise ResumeError(
-                f"the run ended (exit code {process.returncode}) before it could be killed; "
-                f"raise --verify_steps={steps}.",
+                f"The run exited with code {process.returncode} before it could be killed. Raise "
+                f"--verify_steps={steps}.",
                 field="--verify_steps",
                 value=steps,
             )
@@ -137,4 +142,4 @@ def _kill_after(process: subprocess.Popen, killed: Workdir, middle: int, steps: 
             process.wait()
             return max(done)
         time.sleep(0.02)
-    raise ResumeError(f"no checkpoint of step {middle} within {_PATIENCE} s; the run was stopped.")
+    raise ResumeError(f"No checkpoint of step {middle} after {_PATIENCE} s; the run was stopped.")

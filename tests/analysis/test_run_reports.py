@@ -72,16 +72,16 @@ def test_memory_of_the_optimizer():
         for method in ("adamw", "adafactor", "muon")
     )
     whole = numbers(adamw, "all")[0]
-    assert numbers(adamw, "memory beside activations")[0] == round(16 * whole / 2**20)
+    assert numbers(adamw, "memory without activations")[0] == round(16 * whole / 2**20)
     # vectors and matrices with a side below 128 have a moment of their own
-    assert 8 * whole < numbers(adafactor, "memory beside activations")[0] * 2**20 < 11 * whole
+    assert 8 * whole < numbers(adafactor, "memory without activations")[0] * 2**20 < 11 * whole
     # one moment for the matrices of the layers: by hand, of the two networks
     matrices = sum(
         layers * (6 * c * c // 2 + (c // 2) * taps * heads + 2 * c * 4 * c + c * c // 2)
         for layers, c, taps, heads in ((4, 128, 9, 2), (1, 64, 9, 1))
     )
     megabytes = round((16 * whole - 4 * matrices) / 2**20)
-    assert numbers(muon, "memory beside activations")[0] == megabytes
+    assert numbers(muon, "memory without activations")[0] == megabytes
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_the_overview_of_other_recipes(name):
     assert bool(re.search(r"at most \S+ \w tokens$", text, re.M)) == config.reads_pairs
     if name == "glue:cola":
         assert re.search(r"tasks +cola", text)
-        assert numbers(text, "runs of each") == [1, 1, 5]
+        assert numbers(text, "runs per task") == [1, 1, 5]
         assert not re.search(r"^  head", text, re.MULTILINE)
 
 

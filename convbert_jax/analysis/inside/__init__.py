@@ -1,8 +1,8 @@
-"""What the layers of a model do with text, as numbers and pictures.
+"""Inspection of layers: attention maps and dynamic convolution filters.
 
-maps.py      attention maps, averaged by position, and how near to the diagonal they are
-filters.py   the filters of one word wherever it stands
-pictures.py  both as PNG
+maps.py      attention maps averaged by position, and their diagonal concentration
+filters.py   filters of one word in different contexts
+pictures.py  figures of both (PNG)
 
-Nothing here knows where maps and filters are from: `recipes/inspection.py` does.
+`recipes/inspection.py` computes the inputs from a model.
 """

@@ -1,4 +1,4 @@
-"""The filters of one word in different texts: as far as they differ, they know their context."""
+"""Dynamic convolution filters of one word in different contexts."""
 
 import dataclasses
 import re
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_BESIDE = 22  # characters of a text that are shown to each side of the word
+_BESIDE = 22  # characters shown on each side of the word
 
 
 @dataclasses.dataclass(frozen=True)
 class Occurrence:
-    """Where the word stands.
+    """An occurrence of a word.
 
     Attributes:
-      text: number of the text.
-      token: of the word's first piece in the row that the model reads, [CLS] being 0.
-      snippet: the word in its surroundings.
+      text: index of the text.
+      token: position of the word's first token in the model's input, where [CLS] is 0.
+      snippet: the word in its context.
     """
 
     text: int
@@ -26,11 +26,11 @@ class Occurrence:
 
 @dataclasses.dataclass(frozen=True)
 class LayerFilters:
-    """Those of one layer.
+    """Filters of one layer.
 
     Attributes:
-      layer: from 0, over all stages.
-      filters: [occurrences, H, K]; tap i reads i - K // 2 positions away; each adds up to 1.
+      layer: index over all stages, from 0.
+      filters: [occurrences, H, K]; tap i reads at offset i - K // 2. Each filter sums to 1.
     """
 
     layer: int
@@ -38,19 +38,18 @@ class LayerFilters:
 
 
 def find(word: str, number: int, text: str, places: np.ndarray) -> list[Occurrence]:
-    """Where `word` stands alone in a text, upper or lower case.
+    """Finds `word` as a whole word in a text, ignoring case.
 
     Args:
-      number: of the text.
-      places: [n, 2], first character of each token and one past its last, of those that are read;
-        [CLS] before them is not among them.
+      number: index of the text.
+      places: [n, 2] start and end (exclusive) of each input token in characters, without [CLS].
     """
     found = []
     for match in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE):
         (covering,) = np.nonzero((places[:, 0] <= match.start()) & (match.start() < places[:, 1]))
         if len(covering):
             snippet = _cut_out(text, match.start(), match.end())
-            # The last, as before it a mark of the space may claim the same character.
+            # The last match, because a token for the space can cover the same character.
             found.append(Occurrence(number, int(covering[-1]) + 1, snippet))
     return found
 
@@ -63,20 +62,22 @@ def _cut_out(text: str, start: int, end: int) -> str:
 
 
 def spread(filters: np.ndarray) -> np.ndarray:
-    """How far a head's filters differ between occurrences: half the sum over taps of |filter - mean
-    filter|, the mean over occurrences; the share of weight that the context moves.
+    """Computes the share of filter weight that depends on the context.
+
+    This is the mean total variation distance to the mean filter: half the sum over taps of
+    |filter - mean filter|, averaged over occurrences.
 
     Args:
       filters: [occurrences, H, K].
 
     Returns:
-      [H], from 0, where the filters are the same everywhere, to below 1.
+      [H], from 0 (the same filter everywhere) to below 1.
     """
     return np.abs(filters - filters.mean(0)).sum(-1).mean(0) / 2
 
 
 def chosen_layers(layers: Sequence[int], asked: Sequence[int]) -> list[int]:
-    """Those that are drawn: the ones that were asked for, else the first, middle and last."""
+    """Chooses the layers to draw: those in `asked`, or the first, middle and last."""
     if asked:
         return [layer for layer in layers if layer in asked]
     places = {0, len(layers) // 2, len(layers) - 1}

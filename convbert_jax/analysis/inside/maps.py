@@ -1,22 +1,21 @@
-"""Attention maps averaged over texts, and how much of them is near the diagonal."""
+"""Attention maps averaged over texts, and their diagonal concentration."""
 
 import dataclasses
 
 import numpy as np
 
-WINDOW = 4  # positions to each side: the reach of ConvBERT's filters, 9 taps
+WINDOW = 4  # positions on each side, as ConvBERT's filters of 9 taps
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerMaps:
-    """The maps of one layer.
+    """Attention maps of one layer.
 
     Attributes:
-      layer: from 0, over all stages.
-      mean: [H, L, L], query by key; of each pair of positions the mean over those texts that have
-        both, NaN where none has. Short texts share their attention among fewer keys, so that a row
-        of the mean need not add up to 1.
-      concentration: [H], see `concentration`; the mean over all tokens of all texts.
+      layer: index over all stages, from 0.
+      mean: [H, L, L], query by key: mean over the texts that have both positions, NaN if no text
+        has them. Texts differ in length, so rows need not sum to 1.
+      concentration: [H], see `concentration`; mean over all tokens of all texts.
     """
 
     layer: int
@@ -25,15 +24,15 @@ class LayerMaps:
 
 
 def concentration(maps: np.ndarray, window: int = WINDOW) -> np.ndarray:
-    """Diagonal concentration: the share of a token's attention that goes at most `window`
-    positions away, the mean over tokens; in the spirit of figure 2 of ConvBERT (Jiang et al. 2020),
-    by which many heads attend to their neighbors alone.
+    """Computes diagonal concentration: the mean share of attention within `window` positions.
 
-    A map that is the identity has 1. [CLS] and [SEP] are tokens as others are, as queries and as
-    keys: a head that rests on [SEP] is below `chance`.
+    It follows figure 2 of ConvBERT (Jiang et al. 2020), where many heads attend only to neighbors.
+    The identity has 1. [CLS] and [SEP] count as ordinary queries and keys, so a head that attends
+    to [SEP] is below `chance`.
 
     Args:
-      maps: [..., n, n], of a text without padding; the rows add up to 1.
+      maps: [..., n, n], maps of a text without padding; rows sum to 1.
+      window: maximum distance in positions.
 
     Returns:
       [...], from 0 to 1.
@@ -42,8 +41,9 @@ def concentration(maps: np.ndarray, window: int = WINDOW) -> np.ndarray:
 
 
 def chance(length: int, window: int = WINDOW) -> float:
-    """`concentration` of attention that is the same to all tokens of a text: its chance level,
-    (number of pairs at most `window` apart) / length^2.
+    """Computes `concentration` of uniform attention over a text.
+
+    This chance level is (number of pairs at most `window` apart) / length^2.
     """
     return float(_near(length, window).mean())
 
@@ -54,11 +54,11 @@ def _near(length: int, window: int) -> np.ndarray:
 
 
 class MapSums:
-    """What the means of one model's layers are made from, text by text.
+    """Accumulates the attention maps of a model text by text.
 
     Args:
-      length: most tokens of a text.
-      window: of `concentration`.
+      length: maximum number of tokens of a text.
+      window: `window` of `concentration`.
     """
 
     def __init__(self, length: int, window: int = WINDOW):
@@ -69,7 +69,7 @@ class MapSums:
         self._near: dict[int, np.ndarray] = {}
 
     def add(self, maps: dict[int, np.ndarray]) -> None:
-        """One text: layer -> its maps [H, n, n], without padding."""
+        """Adds the maps of a text without padding: layer -> [H, n, n]."""
         n = next(iter(maps.values())).shape[-1]
         self.texts += 1
         self.tokens += n
@@ -84,11 +84,11 @@ class MapSums:
 
     @property
     def chance(self) -> float:
-        """`chance` of the same texts, the mean over all tokens."""
+        """Chance level of the added texts: mean of `chance` over all tokens."""
         return self._chance / self.tokens
 
     def layers(self) -> list[LayerMaps]:
-        """The means, of positions up to the longest text."""
+        """Returns the means of all layers, up to the length of the longest text."""
         used = int(np.count_nonzero(self._counts[0]))
         counts = self._counts[:used, :used]
         with np.errstate(invalid="ignore"):

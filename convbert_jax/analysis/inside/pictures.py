@@ -1,4 +1,4 @@
-"""What layers do, drawn: average maps, their concentration, a word's filters."""
+"""Figures of mean attention maps, diagonal concentration and filters."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,14 @@ from convbert_jax import drawing
 from convbert_jax.analysis.inside.filters import LayerFilters, Occurrence, spread
 from convbert_jax.analysis.inside.maps import LayerMaps
 
-SHOWN = 64  # positions of a map
-OCCURRENCES = 24  # of a word
-HEADS = 4  # of a layer's filters
+# Maximum numbers to draw: positions of a map, occurrences of a word, heads of a layer's filters.
+SHOWN = 64
+OCCURRENCES = 24
+HEADS = 4
 
 
 def draw_maps(layers: Sequence[LayerMaps], title: str, picture: epath.PathLike) -> None:
-    """A panel for each layer (down) and head (across): queries down, keys across."""
+    """Draws a panel for each layer (row) and head (column): queries by keys."""
     heads = max(len(layer.mean) for layer in layers)
     shown = min(SHOWN, layers[0].mean.shape[-1])
     side = float(np.clip(9.0 / heads, 0.9, 1.8))
@@ -26,7 +27,7 @@ def draw_maps(layers: Sequence[LayerMaps], title: str, picture: epath.PathLike) 
     ) as figure:
         axes = figure.subplots(len(layers), heads, squeeze=False)
         cells = np.concatenate([layer.mean[:, :shown, :shown].ravel() for layer in layers])
-        # One token that all look at hides the rest else.
+        # Not the maximum: one token with all the attention would darken the rest.
         most = float(np.nanpercentile(cells, 99.8))
         scale = colors.PowerNorm(0.5, vmin=0, vmax=most)
         image = None
@@ -49,8 +50,8 @@ def draw_maps(layers: Sequence[LayerMaps], title: str, picture: epath.PathLike) 
         bar.set_label("mean attention (root scale)", fontsize=8)
         bar.ax.tick_params(labelsize=7)
         figure.suptitle(
-            f"{title}\na panel is a head: queries down, keys across, {shown} positions;\n"
-            "above it its diagonal concentration",
+            f"{title}\none panel per head: queries (rows) by keys (columns), {shown} positions;\n"
+            "above: diagonal concentration",
             fontsize=9,
         )
 
@@ -58,8 +59,12 @@ def draw_maps(layers: Sequence[LayerMaps], title: str, picture: epath.PathLike) 
 def draw_concentration(
     models: Sequence[tuple[str, Sequence[LayerMaps], float]], window: int, picture: epath.PathLike
 ) -> None:
-    """A panel for each model (its name, its layers, its chance level): dots are heads, side by side
-    in their order, the line is their mean.
+    """Draws a panel for each model: dots are heads side by side, the line is their mean.
+
+    Args:
+      models: (name, layers, chance level) of each model.
+      window: window of the concentration.
+      picture: path of the PNG.
     """
     from matplotlib import ticker
 
@@ -74,7 +79,7 @@ def draw_concentration(
                 axis.plot(layer.layer + beside, heads, "o", color="C0", alpha=0.6, ms=4, mew=0)
             means = [layer.concentration.mean() for layer in layers]
             axis.plot([layer.layer for layer in layers], means, "-", color="C0", lw=1.6)
-            axis.plot([], [], "o-", color="C0", lw=1.6, ms=4, label="heads, and their mean")
+            axis.plot([], [], "o-", color="C0", lw=1.6, ms=4, label="heads and their mean")
             axis.axhline(chance, color="0.35", ls="--", lw=1.2, label=f"chance level, {chance:.0%}")
             axis.set_title(name, fontsize=9)
             axis.set_xlabel("layer", fontsize=9)
@@ -95,7 +100,7 @@ def draw_filters(
     title: str,
     picture: epath.PathLike,
 ) -> None:
-    """A panel for each head, layer by layer: occurrences down, taps across."""
+    """Draws a panel for each head, layer by layer: occurrences (rows) by taps (columns)."""
     occurrences = occurrences[:OCCURRENCES]
     snippets = [occurrence.snippet for occurrence in occurrences]
     panels = [(layer, head) for layer in layers for head in range(layer.filters.shape[1])
@@ -122,5 +127,5 @@ def draw_filters(
         bar.set_label("weight of the tap", fontsize=8)
         bar.ax.tick_params(labelsize=7)
         figure.suptitle(
-            f"{title}\n% is the share of a head's weight that the context moves", fontsize=9
+            f"{title}\n%: share of filter weight that depends on the context", fontsize=9
         )

@@ -26,7 +26,7 @@ _ROUNDING = 1e-9  # relative; smaller spreads of differences are rounding errors
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """Mean and 95% interval by Student's t; the bounds of a single value are NaN."""
+    """Mean and 95% confidence interval (Student's t); bounds are NaN for a single value."""
 
     mean: float
     low: float
@@ -40,8 +40,9 @@ class Comparison:
 
     Attributes:
       diverged: number of seeds whose value is not finite; they are excluded from the mean.
-      difference: from the baseline, over the seeds that both have; None for the baseline itself.
-      p: of the paired test, and `p_holm` corrected; NaN without a test.
+      difference: difference from the baseline over common seeds; None for the baseline itself.
+      p: p value of the paired test; NaN without a test.
+      p_holm: corrected p value; NaN without a test.
     """
 
     variant: str
@@ -105,7 +106,7 @@ def summarize(values: Sequence[float]) -> Interval:
 
 
 def test(differences: Sequence[float]) -> float:
-    """Returns p of the paired t-test; NaN for fewer than two, or for equal differences."""
+    """Returns p of the paired t-test: NaN for fewer than two, or for equal nonzero differences."""
     if len(differences) < 2:
         return math.nan
     if np.ptp(differences) <= _ROUNDING * np.abs(differences).max():

@@ -16,8 +16,12 @@ _HARDWARE = ("tokens_per_second", "host_memory", "device_memory")
 
 
 def draw_means(outcome: SweepOutcome, comparisons: Sequence[Comparison], path: epath.Path) -> bool:
-    """Draws a panel for each metric: seeds as dots, means with 95% intervals, filled where the
-    difference from the baseline is significant. Returns whether there was anything to draw.
+    """Draws a panel for each metric: seeds as dots, means with 95% intervals.
+
+    Means with a significant difference from the baseline are filled.
+
+    Returns:
+      False if there was nothing to draw.
     """
     keys = outcome.shown()
     if not keys:
@@ -58,8 +62,12 @@ def draw_means(outcome: SweepOutcome, comparisons: Sequence[Comparison], path: e
 
 
 def draw_curves(outcome: SweepOutcome, path: epath.Path) -> bool:
-    """Draws held-out metrics of pre-training over steps, tokens, FLOPs and seconds: the mean over
-    seeds, and a band from minimum to maximum. Returns whether there was anything to draw.
+    """Draws held-out metrics of pre-training over steps, tokens, FLOPs and seconds.
+
+    Curves are means over seeds, with a band from minimum to maximum.
+
+    Returns:
+      False if there was nothing to draw.
     """
     have = {name for run in outcome.runs for point in run.curve for name in point}
     metrics = [name for name in outcome.metrics if name in have and name not in _HARDWARE]

@@ -1,4 +1,4 @@
-"""Results of a sweep, as the report takes them."""
+"""Results of a sweep, the input of the report."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class RunOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class VariantInfo:
-    """Changes of a variant as text, and its size; None where it is not pre-training."""
+    """Changes of a variant as text, and its size; None without pre-training."""
 
     changes: str
     parameters: int | None = None

@@ -75,8 +75,9 @@ def write_markdown(
 
 
 def write_csv(outcome: SweepOutcome, comparisons: Sequence[Comparison], folder: epath.Path) -> None:
-    """Writes variants.csv, a line for each variant and metric, and runs.csv, a line for each run
-    with all of its metrics. Missing numbers are empty.
+    """Writes variants.csv and runs.csv; missing numbers are empty.
+
+    variants.csv has a line for each variant and metric, runs.csv for each run with its metrics.
     """
     header = ["variant", "stage", "metric", "seeds", "diverged", "mean", "low", "high"]
     header += ["pairs", "difference", "difference_low", "difference_high", "p", "p_holm"]
@@ -114,7 +115,7 @@ def _write(path: epath.Path, header: list[str], table: list[list]) -> None:
 
 
 def _table(outcome: SweepOutcome, comparisons: Sequence[Comparison], stage: str) -> str:
-    """A row for each variant; for each metric its mean, the difference and p."""
+    """Formats a table: a row for each variant, and mean, difference and p for each metric."""
     metrics = list(dict.fromkeys(one.metric for one in comparisons))
     by_cell = {(one.variant, one.metric): one for one in comparisons}
     sized = stage == _PRETRAIN and any(info.parameters for info in outcome.variants.values())
@@ -136,7 +137,7 @@ def _table(outcome: SweepOutcome, comparisons: Sequence[Comparison], stage: str)
 
 
 def _cells(one: Comparison) -> list[str]:
-    """Mean, difference and p as text."""
+    """Formats mean, difference and p."""
     digits = _digits(one.value.mean)
     value = _number(one.value.mean, digits)
     if not math.isnan(one.value.low):
@@ -154,7 +155,7 @@ def _cells(one: Comparison) -> list[str]:
 
 
 def _digits(value: float) -> int:
-    """Decimals: four for values near 1, fewer for large ones, three digits of small ones."""
+    """Returns decimals: 4 for values near 1, fewer for large ones, 3 digits for small ones."""
     size = abs(value)
     if not 0 < size < 0.01:  # NaN too
         return 0 if size >= 1000 else 1 if size >= 100 else 4

@@ -1,1 +1,1 @@
-"""What a program costs on a TPU, by the TPU compiler's own model."""
+"""Memory, time and traffic of TPU programs, estimated by the TPU compiler."""

@@ -1,6 +1,6 @@
-"""TPU chips as devices of a compiler: what they can do, and how its model prices memory.
+"""TPU chips: peak rates, memory, links, and the memory cost in the compiler's model.
 
-A device of TPU7x is one of the two cores of a chip, of the others a whole chip.
+A device of TPU7x is one of the two cores of a chip. Other devices are whole chips.
 """
 
 import dataclasses
@@ -9,22 +9,25 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device; `bandwidth_cycles` and the like are in cycles of its clock.
+    """A TPU device; cycles are those of its clock.
+
+    Rates are from Google Cloud's TPU documentation, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e"
+    and "TPU7x". Those of a TPU7x chip are halved, because it is two devices.
 
     Attributes:
-      topology: the smallest that can be compiled for.
-      hbm_bytes: that a program may use, as the compiler refuses larger ones.
-      hbm_bytes_per_second, flops_per_second (bfloat16), link_bytes_per_second (both directions, all
-        ports): Google Cloud's TPU documentation, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e",
-        "TPU7x"; those of a TPU7x chip are halved, as it is two devices.
-      ports: links to other chips.
-      flops_per_cycle: matrix units x side^2 x 2 (v5e: one core of 4 of 128 x 128; v4 and v5p: two
-        such cores; v6e and TPU7x: a core of 4 of 256 x 256, which is what estimates for large
-        products imply).
-      slice_bytes_per_second: to other slices, by the network of the data center: what a pod is said
-        there to have, for a chip of its 256; None where it is not said.
-      copied_bytes_per_cycle: what the compiler's estimate for an elementwise operation on a large
-        array comes to; the memory can do two to three times as much.
+      topology: smallest topology that can be compiled for.
+      hbm_bytes: largest program memory that the compiler accepts.
+      hbm_bytes_per_second: memory bandwidth.
+      flops_per_second: peak bfloat16 FLOP/s.
+      link_bytes_per_second: bandwidth of all ports, both directions.
+      ports: number of links to other chips.
+      flops_per_cycle: matrix units x side^2 x 2 (v5e: a core with 4 of 128 x 128; v4 and v5p: two
+        such cores; v6e and TPU7x: a core with 4 of 256 x 256, inferred from the compiler's
+        estimates for large products).
+      slice_bytes_per_second: data-center bandwidth to other slices: that documented for a pod,
+        divided by its 256 chips; None if not documented.
+      copied_bytes_per_cycle: bytes per cycle in the compiler's estimate for an elementwise
+        operation on a large array; the hardware is two to three times as fast.
     """
 
     topology: str
@@ -44,11 +47,11 @@ class Chip:
 
     @property
     def memory_pessimism(self) -> float:
-        """How many times slower than the memory is what the compiler estimates for a copy."""
+        """Factor by which the compiler overestimates the time of a copy."""
         return self.hbm_bytes_per_second / self.clock / self.copied_bytes_per_cycle
 
     def bandwidth_cycles(self, size: float) -> float:
-        """Cycles to move `size` bytes between HBM and the core at full bandwidth."""
+        """Returns the cycles to move `size` bytes between HBM and core at full bandwidth."""
         return size / self.hbm_bytes_per_second * self.clock
 
 
@@ -66,34 +69,34 @@ CHIPS = {
 
 
 def chip(target: str) -> Chip:
-    """The chip of a target like "tpu:v5e".
+    """Returns the chip of a target like "tpu:v5e".
 
     Raises:
-      ValueError: no such target.
+      ValueError: the target is unknown.
     """
     kind, _, name = target.partition(":")
     if kind != "tpu" or name not in CHIPS:
         choices = ", ".join(f"tpu:{name}" for name in CHIPS)
-        raise ValueError(f"target is {target!r}, but must be one of {choices}.")
+        raise ValueError(f"Unknown target {target!r}; choose one of {choices}.")
     return CHIPS[name]
 
 
 def count_chips(topology: str) -> int:
-    """Of a slice with a name like "v5e:4x4"."""
+    """Counts the chips of a slice like "v5e:4x4"."""
     return math.prod(int(side) for side in topology.partition(":")[2].split("x"))
 
 
-# Google's names of slices with a number, "v5litepod-16": chips, or cores of two a chip.
+# Cores per chip of kinds whose slice names count cores; others, as "v5litepod-16", count chips.
 _CORES = {"v4": 2, "v5p": 2, "tpu7x": 2}
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SMALL_BOXES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
-_SIDES = range(4, 25, 4)  # of larger boxes
+_SIDES = range(4, 25, 4)  # sides of larger boxes
 
 
 def list_slices(kind: str) -> dict[str, str]:
-    """Slices of a kind of chip by Google's names: {"v4-8": "v4:2x2x1", …}, ascending.
+    """Lists slices of a kind by Google's names in ascending order: {"v4-8": "v4:2x2x1", …}.
 
-    Where several boxes have one number of chips, the name means the one nearest to a cube.
+    If several shapes have the same number of chips, the name stands for the most cubic one.
     """
     shapes = list(_FLAT)
     if CHIPS[kind].topology.partition(":")[2].count("x") == 2:

@@ -1,6 +1,4 @@
-"""What a compiled TPU program sends over the network: kind, bytes, axes of the mesh, and whether
-the cores wait for it.
-"""
+"""Collectives of a compiled TPU program: kind, bytes, mesh axes, overlap with computation."""
 
 import dataclasses
 import itertools
@@ -17,8 +15,7 @@ from convbert_jax.analysis.tpu.program import (
     array_bytes,
 )
 
-# Arrays that a device sends, as a multiple of the whole array's size times (n - 1) / n, where a
-# ring of n shares the work.
+# Bytes that a device sends in a ring of n, divided by the size of the whole array x (n - 1) / n.
 KINDS = {
     "all-reduce": 2,
     "reduce-scatter": 1,
@@ -26,24 +23,24 @@ KINDS = {
     "all-to-all": 1,
     "collective-permute": 1,
 }
-BETWEEN_SLICES = "slices"  # an axis of no mesh: what leaves a slice
+BETWEEN_SLICES = "slices"  # pseudo-axis: traffic that leaves a slice
 _KIND = re.compile(rf"^({'|'.join(KINDS)})(-start)?$")
-_SCATTERS = "all-reduce-scatter"  # how the compiler names a fusion of which each keeps its part
+_SCATTERS = "all-reduce-scatter"  # name of the compiler's reduce-scatter fusions
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """An operation in which devices exchange data.
+    """A collective operation.
 
     Attributes:
       kind: one of KINDS.
-      axes: of the mesh, over which it goes, joined by "+"; "other" for groups that are none;
-        BETWEEN_SLICES for what a device sends to those of other slices.
-      times: how often the program runs it.
-      array_bytes: of the whole array: what is reduced, or what comes out of a gather.
-      group: devices that take part in one.
-      overlapped: the cores compute meanwhile.
-      source: what the program calls it.
+      axes: mesh axes that it spans, joined by "+"; "other" for groups that match no axes;
+        BETWEEN_SLICES for traffic to other slices.
+      times: number of executions.
+      array_bytes: bytes of the whole array: the input of a reduction or the output of a gather.
+      group: number of participating devices.
+      overlapped: whether it overlaps with computation.
+      source: source name in the program.
     """
 
     kind: str
@@ -56,7 +53,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """What a device sends in all its runs, by a ring."""
+        """Bytes that a device sends in all executions, with a ring algorithm."""
         if self.kind == "collective-permute":
             return float(self.times * self.array_bytes)
         part = (self.group - 1) / self.group
@@ -64,12 +61,12 @@ class Collective:
 
 
 def find_collectives(text: str, axes: Mapping[str, int], slices: int = 1) -> list[Collective]:
-    """The collectives of a compiled program (`compiled.as_text()`), the heaviest first.
+    """Finds the collectives of a compiled program, largest traffic first.
 
     Args:
-      axes: of the mesh, name -> size, in the order of its devices; of several slices its part in
-        one of them, for which the program is.
-      slices: how many there are.
+      text: program text (`compiled.as_text()`).
+      axes: mesh axis -> size within one slice, in the order of the mesh's devices.
+      slices: number of slices.
     """
     computations = Computations(text)
     found: dict[tuple[str, str], Collective] = {}
@@ -78,8 +75,8 @@ def find_collectives(text: str, axes: Mapping[str, int], slices: int = 1) -> lis
             found[scheduled.computation, scheduled.instruction.name] = between
         for body, part in _parts(computations, scheduled.instruction):
             kind, started = _KIND.match(part.opcode).groups()
-            # One that overlaps with products is a part of several fusions of its computation. A
-            # channel by itself is no name: all exchanges of neighbors have the same one.
+            # A collective that overlaps with products is part of several fusions, which share its
+            # channel. Channels alone are not unique: all collective-permutes can share one.
             channel = re.search(r"channel_id=(\d+)", part.rest) if body else None
             key = scheduled.computation, channel[1] if channel else part.name
             if key in found:
@@ -99,7 +96,7 @@ def find_collectives(text: str, axes: Mapping[str, int], slices: int = 1) -> lis
 
 
 def _between_slices(scheduled: Scheduled, slices: int) -> Collective | None:
-    """A sum, or another collective, over slices: what a device hands to the host for it."""
+    """Returns the collective over slices whose data this instruction sends to the host."""
     part = scheduled.instruction
     if part.opcode != "send" or "xla_megascale" not in part.rest:
         return None
@@ -114,7 +111,7 @@ def _between_slices(scheduled: Scheduled, slices: int) -> Collective | None:
 def _parts(
     computations: Computations, instruction: Instruction
 ) -> Iterator[tuple[str, Instruction]]:
-    """Collectives of an instruction: itself, or those inside a fusion, with its name."""
+    """Yields (fusion computation or "", collective) of an instruction."""
     for body, part in (("", instruction), *computations.inside(instruction)):
         if _KIND.match(part.opcode):
             yield body, part
@@ -123,7 +120,7 @@ def _parts(
 def _array_bytes(part: Instruction, kind: str, started: bool) -> int:
     shapes = [found[0] for found in SHAPE.finditer(part.shape)]
     sizes = [array_bytes(shape) for shape in shapes]
-    if started and kind != "all-reduce":  # (what goes in, what comes out, and some scalars)
+    if started and kind != "all-reduce":  # (input, output, scalars)
         return max(sizes)
     if kind == "reduce-scatter":
         return sum(sizes) * len(next(iter(_groups(part.rest, 1))))
@@ -131,7 +128,7 @@ def _array_bytes(part: Instruction, kind: str, started: bool) -> int:
 
 
 def _groups(rest: str, devices: int) -> frozenset[frozenset[int]]:
-    """Which devices exchange data, by the place in the mesh; all of them where nothing is said."""
+    """Returns the groups of device indices in the mesh; one group of all if not specified."""
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
         chosen = re.findall(r"'(\w+)'", named[2])
@@ -155,7 +152,7 @@ def _groups(rest: str, devices: int) -> frozenset[frozenset[int]]:
 
 
 def _join(sets: list[set[int]]) -> list[set[int]]:
-    """Sets with a common member put together."""
+    """Merges sets that share a member."""
     joined: list[set[int]] = []
     for new in sets:
         touching = [old for old in joined if old & new]
@@ -165,7 +162,7 @@ def _join(sets: list[set[int]]) -> list[set[int]]:
 
 
 def _over(sizes: tuple[int, ...], chosen: list[int]) -> frozenset[frozenset[int]]:
-    """Groups of a mesh of `sizes` that differ along the axes `chosen` alone."""
+    """Returns the groups of devices that differ only along the axes `chosen` of a mesh."""
     ids = np.arange(np.prod(sizes)).reshape(sizes)
     kept = [axis for axis in range(len(sizes)) if axis not in chosen]
     rows = ids.transpose([*kept, *chosen]).reshape(-1, int(np.prod([sizes[i] for i in chosen])))

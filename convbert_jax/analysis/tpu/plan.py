@@ -1,6 +1,6 @@
-"""What a compiled training step will take of a TPU slice: memory, cycles, network, time.
+"""Plan of a training step compiled for a TPU slice: memory, cycles, network, time.
 
-Read off the compiler's output, of one device of the mesh; all of them do the same.
+All values come from the compiler's output for one device; all devices run the same program.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from convbert_jax.training.memory import bytes_of_device
 from convbert_jax.training.state import TrainState
 
 ASSUMPTIONS = (
-    "the compiler's model: at best with memory at full bandwidth and the network hidden where it "
-    "can be, at worst with memory as the compiler prices it and all of the network on top; what "
-    "has no estimate (sorts, random bits) is in neither"
+    "the compiler's model. Best case: memory at full bandwidth, communication overlapped where "
+    "possible. Worst case: the compiler's memory cost, communication not overlapped. Operations "
+    "without an estimate (sorts, random bits) are in neither"
 )
-# Groups of cycles, as people ask for them.
+# Groups of cycles.
 PRODUCTS, KERNELS, OTHER = "matrix products", "Pallas kernels", "everything else"
-# Scopes of the model and of the step -> what people call them; the innermost one counts.
+# Named scope of the model or the step -> part; the innermost scope counts.
 _PARTS = {
     "convolution": "convolution branch",
     "attention": "attention",
@@ -37,26 +37,28 @@ _PARTS = {
     "feed_forward": "feed-forward",
     "embeddings": "embeddings and heads",
     "heads": "embeddings and heads",
-    "while/body": "stacks of the scan over layers",  # what it keeps and fetches, of no layer itself
+    "while/body": "stacks of the scan over layers",  # storing and loading stacked arrays
     "loss": "loss and sampling",
     "update": "update",
 }
 REST, WAITING = "the rest", "collectives waited for"
 _SCOPE = re.compile(rf"(?<![^/(])({'|'.join(_PARTS)})(?![^/)])")
-_NUMBERED = re.compile(r"([.-](\d+|cloned|call|start))+$")  # what the compiler adds to a kind
+_NUMBERED = re.compile(r"([.-](\d+|cloned|call|start))+$")  # the compiler's suffixes of a kind
 _PRODUCT = ("convolution", "dot")
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one device.
+    """Memory of a device in bytes.
 
     Attributes:
-      parameters, optimizer, batch: what a step is given.
-      temporaries: activations kept for the backward pass, gradients, and what operations need.
-      program: the code.
-      capacity: that there is.
-      teacher: parameters of config.distillation.teacher, which a step is given too.
+      parameters: parameters of the model.
+      optimizer: optimizer state.
+      batch: input batch.
+      temporaries: activations stored for the backward pass, gradients and temporary buffers.
+      program: code.
+      capacity: memory available to programs.
+      teacher: parameters of config.distillation.teacher.
     """
 
     parameters: int
@@ -79,15 +81,15 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Operations:
-    """Cycles of one device and one step, by the compiler's model.
+    """Cycles of a step on one device, by the compiler's model.
 
     Attributes:
-      groups: PRODUCTS, KERNELS, OTHER -> cycles. A kernel counts as the traffic of its operands at
-        full bandwidth, which is less than it takes.
-      parts: the same cycles by the part of the model; a fusion of several counts as the one that
-        its last operation is of.
-      dearest: (cycles, times, name, what the source calls it), the dearest first.
-      unestimated: kinds of operations for which the compiler has no estimate -> how many.
+      groups: PRODUCTS, KERNELS, OTHER -> cycles. A kernel counts as moving its operands at full
+        bandwidth, which is a lower bound.
+      parts: part of the model -> cycles, with the same total. A fusion counts for the part of its
+        last operation.
+      dearest: (cycles, executions, name, source name), most expensive first.
+      unestimated: kind of operation without an estimate -> number of executions.
     """
 
     groups: Mapping[str, float]
@@ -98,7 +100,7 @@ class Operations:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step on one mesh; `chip` is of a device."""
+    """A compiled step on one mesh."""
 
     memory: Memory
     operations: Operations
@@ -107,13 +109,12 @@ class Step:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of a step, at best and at worst by the compiler's model.
+        """Best and worst case of a step by the compiler's model.
 
-        At best: products as estimated, all else at the full bandwidth of the memory, and of the
-        network only what the cores wait for, over all links. At worst: memory as pessimistically as
-        the compiler prices it, and all of the network, over the links of one axis of the torus and
-        between slices over the data center's. Both leave out what the compiler has no estimate for,
-        and what goes between slices of chips whose network there is not known.
+        Best case: products as estimated, other operations at full memory bandwidth, and collectives
+        that block the cores, over all links. Worst case: the compiler's pessimistic memory cost,
+        and all collectives, over the links of one torus axis or the data-center network. Both
+        exclude operations without an estimate, and traffic between slices of unknown bandwidth.
         """
         groups, chip = self.operations.groups, self.chip
         best = groups[PRODUCTS] + groups[KERNELS] + groups[OTHER] / chip.memory_pessimism
@@ -133,29 +134,31 @@ class Step:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Cycles by part of the model, and those in which cores wait for the network at best."""
+        """Cycles by part of the model, and cycles waiting for the network in the best case."""
         seconds = self._waiting / (self.chip.link_bytes_per_second / 2)
         return {**self.operations.parts, WAITING: seconds * self.chip.clock}
 
     @property
     def _waiting(self) -> float:
-        """Bytes that a device sends inside its slice while its cores wait."""
+        """Bytes that a device sends within its slice while its cores wait."""
         inside = (c for c in self.collectives if c.axes != BETWEEN_SLICES)
         return sum(c.sent_bytes for c in inside if not c.overlapped)
 
     @property
     def sent_between_slices(self) -> float:
-        """Bytes of a device."""
+        """Bytes that a device sends to other slices."""
         return sum(c.sent_bytes for c in self.collectives if c.axes == BETWEEN_SLICES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-    """A step that does not fit into the memory of a device, in bytes of it.
+    """A step that does not fit into the memory of a device; bytes per device.
 
     Attributes:
-      needed: of all, as the compiler says; capacity: that there are.
-      parameters, optimizer: what a step is given.
+      needed: total reported by the compiler.
+      capacity: memory available to programs.
+      parameters: parameters of the model.
+      optimizer: optimizer state.
     """
 
     needed: float
@@ -166,15 +169,16 @@ class Shortage:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What came out for one config.
+    """Plan of one config.
 
     Attributes:
-      axes: of the mesh, name -> size.
-      rows: of a batch.
-      step: what it takes, or why there is none.
-      kept: bytes of activations of one device that the backward pass asks for, by tracing; the
-        compiler may compute some of them again.
-      tokens, flops: of a step, of all devices.
+      axes: mesh axis -> size.
+      rows: rows of a batch.
+      step: the compiled step, or the shortage if it does not fit.
+      kept: bytes per device of activations for the backward pass, by tracing; the compiler may
+        rematerialize some of them.
+      tokens: tokens of a step over all devices.
+      flops: FLOPs of a step over all devices.
     """
 
     config: Config
@@ -192,7 +196,7 @@ class Plan:
 
     @property
     def used(self) -> float:
-        """Bytes of a device."""
+        """Bytes per device that the step needs."""
         return self.step.memory.used if self.fits else self.step.needed
 
     @property
@@ -201,15 +205,20 @@ class Plan:
 
     @property
     def fixed(self) -> float:
-        """Gradients are in `growing`: where memory is fullest there are none yet."""
+        """Bytes per device that do not depend on rows.
+
+        Excludes gradients, which do not exist yet at peak memory; `growing` contains them.
+        """
         if self.fits:
             return self.used - self.growing
         return self.step.parameters + self.step.optimizer
 
     @property
     def growing(self) -> float:
-        """Of what does not fit the compiler tells what was left when it gave up; tracing, what the
-        backward pass asks for, of which the compiler keeps less.
+        """Bytes per device that grow with rows; an upper bound if the step does not fit.
+
+        In that case the compiler reports the memory at its last attempt, and tracing the
+        activations, some of which the compiler would rematerialize.
         """
         if self.fits:
             return self.step.memory.temporaries + self.step.memory.batch
@@ -221,7 +230,7 @@ class Plan:
 
     @property
     def rank(self) -> float:
-        """The fastest is the best."""
+        """Prefers the fastest step."""
         return sum(self.seconds)
 
     @property
@@ -244,15 +253,15 @@ def describe_step(
     *,
     teacher: int = 0,
 ) -> Step:
-    """Reads a compiled step.
+    """Reads memory, cycles and collectives from a compiled step.
 
     Args:
-      text: the program, as `compile_as_text` gives it.
-      state: abstract, with its places.
-      axes: of the mesh, name -> size.
-      slices: that its data axis goes over.
-      shown: how many of the dearest operations are kept.
-      teacher: bytes of a device of what is given to a step besides.
+      text: program text from `compile_as_text`.
+      state: abstract state with shardings.
+      axes: mesh axis -> size.
+      slices: number of slices that the data axis spans.
+      shown: number of most expensive operations to keep.
+      teacher: bytes per device of the teacher's parameters.
     """
     stats = compiled.memory_analysis()
     parameters, optimizer = (bytes_of_device(t) for t in (state.params, state.opt_state))
@@ -275,7 +284,7 @@ def describe_step(
     )
 
 
-# What the compiler says before it begins, and when it has found no schedule.
+# The compiler's errors before scheduling, and after no schedule was found.
 _SHORTAGES = (
     re.compile(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"),
     re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"),
@@ -284,7 +293,7 @@ _POWERS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 def bytes_needed(error: Exception) -> tuple[float, float] | None:
-    """(needed, there are) bytes, if `error` is the compiler's that memory does not suffice."""
+    """Returns (needed, available) bytes if `error` is the compiler's out-of-memory error."""
     for pattern in _SHORTAGES:
         if found := pattern.search(str(error)):
             needed, unit, capacity, of_capacity = found.groups()
@@ -310,7 +319,7 @@ def _count_operations(text: str, chip: Chip, shown: int) -> Operations:
         elif cycles is None:
             kind = _NUMBERED.sub("", operation.name)
             if kind in KINDS:
-                continue  # the network is counted by bytes
+                continue  # collectives are counted by bytes
             unestimated[kind] = unestimated.get(kind, 0) + operation.times
             continue
         else:
@@ -323,6 +332,6 @@ def _count_operations(text: str, chip: Chip, shown: int) -> Operations:
 
 
 def _part(source: str) -> str:
-    """Of the model, by what the program calls an operation."""
+    """Returns the part of the model from the source name of an operation."""
     scopes = _SCOPE.findall(source)
     return _PARTS[scopes[-1]] if scopes else REST

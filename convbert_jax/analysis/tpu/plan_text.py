@@ -1,4 +1,4 @@
-"""A plan for a person to read, and for a program."""
+"""Plans for TPUs as text and JSON."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from convbert_jax.analysis.tpu.plan import ASSUMPTIONS, KERNELS, Plan, Shortage,
 from convbert_jax.training.memory import spell_bytes, spell_causes
 
 _GIB = 2**30
-_WIDTH = 60  # characters of where an operation comes from
-_SMALL = 1e5  # bytes of a step that a line of collectives is not worth
+_WIDTH = 60  # characters of a source name
+_SMALL = 1e5  # bytes per step; smaller collectives are not listed
 
 
 def describe(
@@ -20,21 +20,21 @@ def describe(
     compared: Sequence[Plan],
     price: float | None,
 ) -> str:
-    """A text for a person.
+    """Formats a plan as text.
 
     Args:
-      largest: if it was searched for.
-      compared: other meshes and the like.
-      price: of an hour of one chip, in any currency.
+      largest: result of the batch search, if any.
+      compared: plans of other meshes and settings.
+      price: price of a chip-hour, in any currency.
     """
     t = plan.topology
     of_slices = f" in {t.slices} slices" if t.slices > 1 else ""
     lines = [
-        f"{plan.config.name} on {t.name}: {t.chips} chips{of_slices}, the step compiled for them; "
-        "nothing ran",
+        f"{plan.config.name} on {t.name}: {t.chips} chips{of_slices}; the step was compiled, not "
+        "run",
         "",
         f"mesh                    {planned.spell_mesh(plan.axes)}",
-        f"a step                  {plan.rows:,} rows, {plan.tokens:,} tokens, "
+        f"step                    {plan.rows:,} rows, {plan.tokens:,} tokens, "
         f"{overview.spell_number(plan.flops)} FLOPs",
         "",
     ]
@@ -53,10 +53,10 @@ def describe(
 
 
 def to_json(plan: Plan, price: float | None = None) -> dict[str, Any]:
-    """All numbers of a plan; of one that does not fit, what it needs.
+    """Returns all numbers of a plan for JSON; without time and price if it does not fit.
 
     Args:
-      price: of an hour of one chip, in any currency.
+      price: price of a chip-hour, in any currency.
     """
     common = {
         "topology": plan.topology.name,
@@ -98,11 +98,11 @@ def _describe_shortage(plan: Plan, step: Shortage) -> list[str]:
         "parameters": step.parameters,
         "gradients": step.parameters,
         f"moments of {method}": step.optimizer,
-        "activations that wait for the backward pass": plan.kept,
+        "activations kept for the backward pass": plan.kept,
     }
     return [
-        f"DOES NOT FIT: a device needs some {step.needed / _GIB:.1f} GiB and has "
-        f"{step.capacity / _GIB:.2f}; by tracing {spell_causes(causes)}.",
+        f"DOES NOT FIT: a device needs about {step.needed / _GIB:.1f} GiB and has "
+        f"{step.capacity / _GIB:.2f} GiB; by tracing: {spell_causes(causes)}.",
         *planned.WHAT_HELPS,
     ]
 
@@ -114,7 +114,7 @@ def _describe_memory(plan: Plan, step: Step) -> list[str]:
         f"moments of {plan.config.optimizer.method}": (m.optimizer, ""),
         "temporaries": (
             m.temporaries,
-            f"   the backward pass asks for {spell_bytes(plan.kept)} of activations, by tracing",
+            f"   the backward pass needs {spell_bytes(plan.kept)} of activations, by tracing",
         ),
         "batch and program": (m.batch + m.program, ""),
         **({"teacher's parameters": (m.teacher, "")} if m.teacher else {}),
@@ -130,18 +130,18 @@ def _describe_memory(plan: Plan, step: Step) -> list[str]:
 def _describe_operations(step: Step) -> list[str]:
     o = step.operations
     whole = sum(o.groups.values())
-    notes = {KERNELS: "   as if they moved their operands at full bandwidth"}
+    notes = {KERNELS: "   lower bound: operands moved at full bandwidth"}
     missing = ", ".join(f"{count} {kind}" for kind, count in o.unestimated.items())
     return [
-        f"cycles of a step        {whole / 1e6:,.2f} million, by the compiler's model; without an "
+        f"cycles per step         {whole / 1e6:,.2f} million, by the compiler's model; without an "
         f"estimate: {missing or 'none'}",
         *(
             f"  {name:<22}{cycles / 1e6:>8.2f} {cycles / whole:>5.0%}{notes.get(name, '')}"
             for name, cycles in o.groups.items()
         ),
-        "by part of the model, million cycles",
+        "by part of the model, in million cycles",
         *(f"  {name:<26}{cycles / 1e6:>8.2f}" for name, cycles in step.parts.items() if cycles),
-        "the dearest, million cycles",
+        "most expensive operations, in million cycles",
         *(
             f"  {cycles / 1e6:>8.2f}  {times:>3} x {name:<42} {_end_of(source)}"
             for cycles, times, name, source in o.dearest
@@ -151,33 +151,33 @@ def _describe_operations(step: Step) -> list[str]:
 
 
 def _end_of(source: str) -> str:
-    """What says most of where an operation comes from."""
+    """Returns the end of a source name, which is its most specific part."""
     return source if len(source) <= _WIDTH else f"…{source[1 - _WIDTH :]}"
 
 
 def _describe_network(step: Step) -> list[str]:
     sent = sum(c.sent_bytes for c in step.collectives)
     if not sent:
-        return ["network                 nothing is sent", ""]
+        return ["network                 no traffic", ""]
     sums: dict[tuple[str, str, bool], float] = {}
     for each in step.collectives:
         key = each.kind, each.axes, each.overlapped
         sums[key] = sums.get(key, 0.0) + each.sent_bytes
     rows = sorted(sums.items(), key=lambda row: -row[1])
-    lines = [f"network                 {sent / 1e6:,.1f} MB a device sends in a step"]
+    lines = [f"network                 {sent / 1e6:,.1f} MB sent per device and step"]
     between = step.sent_between_slices
     if between and step.chip.slice_bytes_per_second is None:
         lines.append(
-            f"  {between / 1e6:,.1f} MB of it between slices, whose network is not known for these "
-            "chips: it is in no time below"
+            f"  {between / 1e6:,.1f} MB of it between slices, whose bandwidth is unknown for these "
+            "chips; the times below exclude it"
         )
     for (kind, axes, overlapped), size in rows:
         if size > _SMALL:
-            how = "while cores compute" if overlapped else "cores wait"
+            how = "overlapped" if overlapped else "blocking"
             lines.append(f"  {kind + ' over ' + axes:<30}{size / 1e6:>10.1f}   {how}")
     if heavy := _heaviest_wait(step):
         lines.append(
-            f"  the heaviest that cores wait for: {heavy.kind} of {heavy.array_bytes / 1e6:.1f} MB "
+            f"  largest blocking collective: {heavy.kind} of {heavy.array_bytes / 1e6:.1f} MB "
             f"over {heavy.axes}, {heavy.times} times"
         )
     return [*lines, ""]
@@ -197,10 +197,10 @@ def _describe_time(plan: Plan, step: Step, price: float | None) -> list[str]:
     steps, run = plan.config.train.steps, planned.outlook(plan, price)
     money = "" if price is None else f", {_range(*run['price'])} at {price:g} each"
     return [
-        f"a step takes            {_range(best * 1e3, worst * 1e3)} ms by {ASSUMPTIONS}",
-        f"  tokens a second       {_range(plan.tokens / worst, plan.tokens / best)}",
-        f"  share of the peak     {' to '.join(dict.fromkeys(spelled))}",
-        f"the run                 {steps:,} steps: "
+        f"step time               {_range(best * 1e3, worst * 1e3)} ms by {ASSUMPTIONS}",
+        f"  tokens per second     {_range(plan.tokens / worst, plan.tokens / best)}",
+        f"  MFU                   {' to '.join(dict.fromkeys(spelled))}",
+        f"run                     {steps:,} steps: "
         f"{overview.spell_range(best * steps, worst * steps)}, "
         f"{_range(*run['chip_hours'])} chip-hours{money}",
     ]
@@ -209,32 +209,30 @@ def _describe_time(plan: Plan, step: Step, price: float | None) -> list[str]:
 def _describe_largest(largest: planned.Largest) -> list[str]:
     search = planned.describe_search(largest, "compiled")
     if not largest.next_planned:
-        search.append(
-            "  where memory ends the compiler may keep less and compute more, so that it fits"
-        )
+        search.append("  it may still fit: the compiler rematerializes more when memory is short")
     if largest.plan is None:
-        return ["", "no batch was found that fits", *search]
+        return ["", "no batch fits", *search]
     rows = largest.plan.rows
     return [
         "",
-        f"the largest batch found: --config.train.batch_size={rows}, {outcome(largest.plan)}",
+        f"largest batch found: --config.train.batch_size={rows}, {outcome(largest.plan)}",
         *search,
     ]
 
 
 def outcome(plan: Plan) -> str:
-    """A line: memory of a device and the range of a step, or that it does not fit."""
+    """Formats memory per device and the range of step times, or that the step does not fit."""
     memory = f"{plan.used / _GIB:.2f} of {plan.capacity / _GIB:.2f} GiB"
     if not plan.fits:
-        return f"needs {memory}, and does not fit"
+        return f"needs {memory}: does not fit"
     return f"{memory}, {_range(*(s * 1e3 for s in plan.seconds))} ms"
 
 
 def _compare(plans: Sequence[Plan]) -> list[str]:
     names = list(map(planned.spell_choice, plans))
-    title = "mesh, what is computed again, microbatches"
+    title = "mesh, rematerialization, accumulation"
     width = max(map(len, (*names, title[2:])))
-    lines = ["", f"{title:<{width + 2}}{'memory':>10}    {'ms a step':<18} MB sent"]
+    lines = ["", f"{title:<{width + 2}}{'memory':>10}    {'ms per step':<18} MB sent"]
     for name, each in zip(names, plans, strict=True):
         if isinstance(each.step, Shortage):
             needed = spell_bytes(each.step.needed)
@@ -246,9 +244,9 @@ def _compare(plans: Sequence[Plan]) -> list[str]:
         lines.append(f"  {name:<{width}}{used:>10}    {times:<18} {sent:>7,.0f}")
     fastest = planned.recommend(plans)
     if fastest is None:
-        return [*lines, "none of them fits"]
+        return [*lines, "no plan fits"]
     return [
-        *lines, f"the fastest of these by the compiler's model: {planned.flags_of(fastest)}"
+        *lines, f"fastest by the compiler's model: {planned.flags_of(fastest)}"
     ]  # fmt: skip
 
 

@@ -1,12 +1,11 @@
-"""What a program costs on a TPU by the TPU compiler's own model; needs no TPU, only libtpu.
+"""Cost of a program on a TPU by the compiler's model; needs libtpu, but no TPU.
 
-A program is compiled for one chip of a topology. The compiler writes its estimate of cycles into
-each XLA operation; a Pallas kernel is opaque to it, so each distinct kernel is compiled once more,
-alone, in a process of its own, with the compiler's static profiler on (the profiler aborts on some
-XLA operations). Nothing is run: these are the compiler's model, good for comparing variants with
-each other and with a floor, not for predicting microseconds.
+A program is compiled for one chip of a topology. The compiler annotates each XLA operation with
+estimated cycles. Pallas kernels are opaque to it, so each distinct kernel is compiled again in a
+subprocess with the compiler's static profiler, which aborts on some XLA operations. Nothing runs:
+use the estimates to compare variants with each other and with a lower bound, not as times.
 
-    use_compile_only_tpu()                      # before jax is imported
+    use_compile_only_tpu()                      # before JAX is imported
     cost = price(function, *arguments, target="tpu:v5e")
 """
 
@@ -30,12 +29,12 @@ class Kernel:
     """One Pallas kernel of a program.
 
     Attributes:
-      times: how often the program runs it (trip counts of loops included).
-      profile_cycles: of one run, by the compiler's static profiler. It models latency, not
+      times: number of executions, including trip counts of loops.
+      profile_cycles: cycles per execution by the static profiler, which models latency, not
         bandwidth.
-      hbm_bytes: of one run: operands and results as laid out in memory, padding of tiles included,
-        without those that XLA keeps in VMEM between operations.
-      bandwidth_cycles: floor of one run from `hbm_bytes`.
+      hbm_bytes: bytes per execution of operands and results, including tile padding, excluding
+        arrays that XLA keeps in VMEM between operations.
+      bandwidth_cycles: lower bound of cycles per execution from `hbm_bytes`.
     """
 
     name: str
@@ -46,7 +45,7 @@ class Kernel:
 
     @property
     def cycles(self) -> float:
-        """Of one run: what is larger, the profile or the traffic."""
+        """Cycles per execution: the larger of profile and traffic."""
         return max(self.profile_cycles, self.bandwidth_cycles)
 
 
@@ -55,12 +54,12 @@ class Price:
     """Cost of a program by the TPU compiler's model.
 
     Attributes:
-      xla_cycles: sum of the estimates of XLA's operations, times trip counts.
-      kernels: the Pallas kernels.
-      operations: XLA operations, the dearest first: (name, cycles, what the source calls it).
-      unpriced: operations with work to do and without an estimate (sorts, collectives).
-      bytes_accessed: XLA's count of operands and results, the body of a loop once.
-      temporary_bytes: HBM that the program needs beside arguments and results.
+      xla_cycles: sum of the estimates of XLA operations times trip counts.
+      kernels: Pallas kernels.
+      operations: XLA operations as (name, cycles, source name), most expensive first.
+      unpriced: operations that take time but have no estimate (sorts, collectives).
+      bytes_accessed: XLA's count of operands and results, with loop bodies counted once.
+      temporary_bytes: HBM of the program without arguments and results.
     """
 
     xla_cycles: float
@@ -76,42 +75,43 @@ class Price:
 
     @property
     def cycles(self) -> float:
-        """The whole program: XLA's operations and kernels, each at the larger of its two prices."""
+        """Total cycles, with each kernel at the larger of profile and traffic."""
         return self.xla_cycles + self.kernel_cycles
 
     @property
     def profile_cycles(self) -> float:
-        """The whole program with kernels by the profiler's figure alone."""
+        """Total cycles, with kernels by the profiler only."""
         return self.xla_cycles + sum(k.times * k.profile_cycles for k in self.kernels)
 
 
 def use_compile_only_tpu() -> None:
-    """Sets the environment for compiling without a TPU; to be called before jax is imported."""
+    """Sets the environment for compiling without a TPU; call it before JAX is imported."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # two processes collide on a lock file without
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # else processes collide on a lock file
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # these two silence warnings
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
 def price(function, *arguments, target: str, kernels: bool = True) -> Price:
-    """Compiles `function` for one chip of `target` and sums up what the compiler estimates.
+    """Compiles `function` for one chip of `target` and sums the compiler's estimates.
 
     Args:
       arguments: arrays or `jax.ShapeDtypeStruct`s, or trees of them.
       target: "tpu:" and a key of CHIPS.
-      kernels: False leaves Pallas kernels out: each takes minutes and gigabytes to profile.
+      kernels: False excludes Pallas kernels; profiling takes minutes and gigabytes for each.
 
     Raises:
-      ValueError: no such target, or a loop whose trip count the program does not state.
-      RuntimeError: a kernel that the profiler cannot read (on v6e: bfloat16 vector arithmetic).
+      ValueError: the target is unknown, or the trip count of a loop is unknown.
+      RuntimeError: the profiler failed on a kernel (v6e: bfloat16 vector arithmetic).
     """
     return price_compiled(compile_for(function, *arguments, target=target), target, kernels)
 
 
 def price_compiled(compiled, target: str, kernels: bool = True) -> Price:
-    """The same of a program that is compiled, for one of its devices; what goes over the network
-    has no price, see collectives.py.
+    """Sums the estimates for one device of a compiled program.
+
+    Collectives have no estimate; see collectives.py.
     """
     found = scheduled(compiled.as_text())
     calls: dict[tuple, int] = {}
@@ -138,9 +138,9 @@ def price_compiled(compiled, target: str, kernels: bool = True) -> Price:
     )
 
 
-@functools.cache  # devices of another topology of the same name are others
+@functools.cache  # devices of separately opened topologies are not equal
 def make_mesh(target: str):
-    """One chip of `target`, which is not here, as a mesh with the axes of training."""
+    """Makes a compile-only mesh of one chip of `target`, with the axes of training."""
     from convbert_jax.config import MeshSection
     from convbert_jax.training import sharding
 
@@ -148,10 +148,10 @@ def make_mesh(target: str):
 
 
 def compile_for(function, *arguments, target: str):
-    """`function` compiled for one chip of `target`.
+    """Compiles `function` for one chip of `target`.
 
     Args:
-      function: to be jitted, or jitted on a mesh that equals `make_mesh(target)`.
+      function: a plain function, or one jitted on a mesh equal to `make_mesh(target)`.
     """
     import jax
 
@@ -166,7 +166,7 @@ def compile_for(function, *arguments, target: str):
         return function.lower(*shapes).compile()
 
 
-# --- Kernels, each alone in a process ---
+# --- Profiling of kernels in subprocesses ---
 
 
 def _price_kernel(name: str, kernel: KernelCall, times: int, target: str) -> Kernel:
@@ -182,14 +182,14 @@ def _price_kernel(name: str, kernel: KernelCall, times: int, target: str) -> Ker
 
 @functools.cache
 def _profile(kernel: KernelCall, target: str) -> float:
-    """Cycles of one run by the static profiler, from a process that compiles the kernel alone."""
+    """Returns the profiled cycles per execution from a subprocess that compiles the kernel."""
     with tempfile.TemporaryDirectory() as folder:
         flag = f"--xla_jf_dump_static_llo_profile_to={folder}"
         done = subprocess.run(
             [sys.executable, "-m", "convbert_jax.analysis.tpu.pricing"],
             input=json.dumps({"target": target, **dataclasses.asdict(kernel)}),
             env=os.environ | {"LIBTPU_INIT_ARGS": flag},
-            cwd=pathlib.Path(__file__).parents[3],  # where the package is found from a checkout
+            cwd=pathlib.Path(__file__).parents[3],  # makes a checkout importable
             capture_output=True,
             text=True,
         )
@@ -198,12 +198,12 @@ def _profile(kernel: KernelCall, target: str) -> float:
         # The compiler aborts the process; its reason is the first fatal line.
         lines = [line for line in done.stderr.splitlines() if not line.startswith("W")]
         fatal = [line for line in lines if re.match(r"F\d+ ", line)] or lines[-1:] or ["no message"]
-        raise RuntimeError(f"The TPU compiler gives no profile for {target}: {fatal[0][:300]}")
+        raise RuntimeError(f"The TPU compiler returned no profile for {target}: {fatal[0][:300]}")
     return float(answer[1])
 
 
 def _compile_alone(kernel: KernelCall, target: str) -> int:
-    """Profiled cycles of `kernel`; only in a process with the profiler's flag."""
+    """Returns the profiled cycles of `kernel`; needs a process with the profiler's flag."""
     import jax
     from jax.experimental import layout
 
@@ -223,7 +223,7 @@ def _compile_alone(kernel: KernelCall, target: str) -> int:
         legacy_backend_config=kernel.config,
     )
 
-    def row_major(structs):  # as kernels want it: a copy beside the kernel aborts the profiler
+    def row_major(structs):  # avoids layout copies, which abort the profiler
         return tuple(layout.Format(layout.Layout(tuple(range(x.ndim))), here) for x in structs)
 
     alone = jax.jit(

@@ -1,6 +1,4 @@
-"""A compiled TPU program as text: its operations in order, what the compiler estimates for each,
-and the Pallas kernels, which it does not look into.
-"""
+"""Parser of compiled TPU programs: operations, estimated cycles, Pallas kernels, array sizes."""
 
 import dataclasses
 import math
@@ -11,7 +9,7 @@ from typing import NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-    """A Pallas kernel as it stands in the compiled program: enough to compile it alone."""
+    """A Pallas kernel in a compiled program, sufficient to compile it separately."""
 
     config: str
     operands: tuple[str, ...]  # shapes with layouts, in HLO's notation
@@ -20,7 +18,7 @@ class KernelCall:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """A scheduled operation that costs something; `cycles` of one run, None if not estimated."""
+    """A scheduled operation; `cycles` per execution is None without an estimate."""
 
     name: str
     times: int
@@ -35,17 +33,17 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.
 SHAPE = re.compile(r"([a-z]+\d*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 _BODIES = re.compile(r"(?:to_apply|calls|body|true_computation|false_computation)=%([\w.\-]+)")
 _ESTIMATE = re.compile(r'"window_config":\{[^}]*?"estimated_cycles":"(\d+)"')
-# What runs beside, on the SparseCores of v5p and v6e, as lookups in large tables do.
+# Operations on the SparseCores of v5p and v6e, such as lookups in large tables.
 _SPARSE_CORE = 'execution_thread="sparsecore"'
 _CALLED = re.compile(r"called_computations=\{%([\w.\-]+)\}")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _COLLECTIVE = re.compile(r"^(reduce-scatter|all-\w+(-\w+)?|collective-permute)(-start)?$")
-# Cost time, but the compiler gives no estimate for them.
+# Operations that take time but have no estimate.
 _UNESTIMATED = re.compile(rf"{_COLLECTIVE.pattern}|^(sort|scatter|gather|rng[\w-]*)(-start)?$")
 
 
 class Instruction(NamedTuple):
-    """One line of a computation: %name = shape opcode(rest."""
+    """An instruction of a computation: %name = shape opcode(rest."""
 
     name: str
     shape: str
@@ -54,7 +52,7 @@ class Instruction(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """An instruction that runs on its own, not inside a fusion, and how often."""
+    """A scheduled instruction, not inside a fusion, and its number of executions."""
 
     instruction: Instruction
     times: int
@@ -62,7 +60,7 @@ class Scheduled(NamedTuple):
 
 
 class Computations(dict[str, dict[str, Instruction]]):
-    """A compiled program (`compiled.as_text()`): computation -> name -> instruction, in order."""
+    """A compiled program (`compiled.as_text()`): computation -> name -> instruction."""
 
     entry: str
 
@@ -77,11 +75,11 @@ class Computations(dict[str, dict[str, Instruction]]):
             elif lines is not None and (found := _INSTRUCTION.match(line)):
                 last = found[1]
                 lines[last] = Instruction(*found.groups())
-            elif lines and not _END.match(line):  # an attribute went over the end of the line
+            elif lines and not _END.match(line):  # an attribute continues on this line
                 lines[last] = lines[last]._replace(rest=lines[last].rest + line)
 
     def walk(self) -> Iterator[Scheduled]:
-        """What is scheduled, loops with their trip counts; of branches the dearer one."""
+        """Yields all scheduled instructions; of branches, only the most expensive one."""
         return self._walk(self.entry, 1)
 
     def _walk(self, name: str, times: int) -> Iterator[Scheduled]:
@@ -102,8 +100,9 @@ class Computations(dict[str, dict[str, Instruction]]):
                 yield Scheduled(instruction, times, name)
 
     def _beside(self, start: Instruction, times: int, name: str) -> list[Scheduled]:
-        """What a SparseCore is sent: its collectives, as if the cores waited for them; else it
-        counts as one. On TPU7x a custom call stands around what it does.
+        """Returns the collectives that a SparseCore runs, as blocking ones, or else `start`.
+
+        On TPU7x they are wrapped in a custom call.
         """
         inside = []
         for found in self._walk(_BODIES.search(start.rest)[1], times):
@@ -113,7 +112,7 @@ class Computations(dict[str, dict[str, Instruction]]):
         return sent or [Scheduled(start, times, name)]
 
     def inside(self, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
-        """What a fusion is made of, with the names of its computations, the innermost too."""
+        """Yields (computation, instruction) inside a fusion, recursively."""
         if instruction.opcode == "fusion":
             body = re.search(r"calls=%([\w.\-]+)", instruction.rest)[1]
             for part in self[body].values():
@@ -122,7 +121,7 @@ class Computations(dict[str, dict[str, Instruction]]):
 
 
 def scheduled(text: str) -> list[Operation]:
-    """Operations of a compiled TPU program (`compiled.as_text()`) with their trip counts."""
+    """Lists the operations of a compiled TPU program (`compiled.as_text()`)."""
     computations = Computations(text)
     found = []
     for (name, _, opcode, rest), times, computation in computations.walk():
@@ -146,26 +145,26 @@ def _cycles(scheduled: Scheduled) -> float:
 
 
 def _trips(rest: str, computations: Computations) -> int:
-    """Of a while loop: as XLA found it, or the constant that its counter is compared with."""
+    """Returns a while loop's trip count: XLA's, or the constant in its condition."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest):
         return int(known[1])
     condition = computations[re.search(r"condition=%([\w.\-]+)", rest)[1]].values()
     limits = [re.match(r"\d+", i.rest)[0] for i in condition if i.opcode == "constant"]
     if len(limits) != 1 or not any("direction=LT" in i.rest for i in condition):
-        raise ValueError(f"A loop of the program does not state its trip count: {rest[:200]}")
+        raise ValueError(f"Unknown trip count of a while loop: {rest[:200]}")
     return int(limits[0])
 
 
-VMEM = "S(1)"  # an array that XLA keeps in the core's memory
+VMEM = "S(1)"  # memory space of arrays that XLA keeps in VMEM
 
 
 def _traffic(
     kernel: str, computation: Mapping[str, Instruction]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Shapes of a kernel's operands and results; only what never leaves VMEM keeps its S(1).
+    """Returns the shapes of a kernel's operands and results.
 
-    XLA prefetches operands into VMEM and copies results out, and estimates nothing for that: such
-    arrays count as read from, or written to, HBM by the kernel.
+    XLA prefetches operands into VMEM and copies results out without an estimate. Such arrays count
+    as HBM traffic of the kernel; only arrays that stay in VMEM keep their S(1).
     """
     _, shape, _, rest = computation[kernel]
     operands = re.findall(r"%([\w.\-]+)", rest[: rest.index("), custom_call_target")])
@@ -190,29 +189,29 @@ def _traffic(
     return tuple(map(operand, operands)), tuple(results)
 
 
-_BITS = {"pred": 8, "bf16": 16}  # others end in their width
+_BITS = {"pred": 8, "bf16": 16}  # other names end in their width
 
 
 def kernel_bytes(kernel: KernelCall) -> int:
-    """What a kernel reads of HBM and writes to it, padding of tiles included."""
+    """Returns the HBM bytes that a kernel reads and writes, including tile padding."""
     shapes = kernel.operands + kernel.results
     return sum(laid_out_bytes(shape) for shape in shapes if VMEM not in shape)
 
 
 def kernel_traffic(program: str) -> int:
-    """The same of all kernels of a compiled program's text, as often as each runs."""
+    """Sums `kernel_bytes` over all executions of kernels in a compiled program's text."""
     calls = (each for each in scheduled(program) if each.kernel is not None)
     return sum(each.times * kernel_bytes(each.kernel) for each in calls)
 
 
 def array_bytes(shape: str) -> int:
-    """Bytes of the values of an array like "bf16[32,54]{1,0:T(8,128)(2,1)}", without padding."""
+    """Returns the bytes of an array like "bf16[32,54]{1,0:T(8,128)(2,1)}", without padding."""
     dtype, dimensions, _ = SHAPE.match(shape).groups()
     return math.prod(int(size) for size in dimensions.split(",") if size) * _bits(dtype) // 8
 
 
 def laid_out_bytes(shape: str) -> int:
-    """Bytes of an array like "bf16[32,54]{1,0:T(8,128)(2,1)}", dimensions padded to whole tiles."""
+    """Returns the bytes of an array like "bf16[32,54]{1,0:T(8,128)(2,1)}", with tile padding."""
     dtype, dimensions, layout = SHAPE.match(shape).groups()
     sizes = [int(size) for size in dimensions.split(",") if size]
     if layout and sizes:

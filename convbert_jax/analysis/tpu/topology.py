@@ -1,4 +1,4 @@
-"""TPU slices that are not here, as devices to compile for."""
+"""Compile-only devices of TPU slices."""
 
 import dataclasses
 import importlib.util
@@ -14,13 +14,14 @@ _EXAMPLES = "v4:4x4x4, v5e:4x4, v5e-16, v5p:4x4x4, v6e:16x16, tpu7x:4x4x4 or 2xv
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice, or several of a kind.
+    """One or several TPU slices of one kind.
 
     Attributes:
-      name: as "v5e:4x4", or "2xv5e:4x4" of two slices.
-      chip: of each device.
-      chips: that are paid for, of all slices.
-      devices: that a mesh is made of; of TPU7x two for each chip.
+      name: for example "v5e:4x4", or "2xv5e:4x4" for two slices.
+      chip: kind of the devices.
+      chips: number of billed chips in all slices.
+      devices: devices for a mesh; two per chip for TPU7x.
+      slices: number of slices.
     """
 
     name: str
@@ -31,26 +32,26 @@ class Topology:
 
 
 def open_topology(name: str) -> Topology:
-    """The devices of slices, by a name as `expand_name` takes it; needs libtpu and no TPU.
+    """Opens a topology by a name as in `expand_name`; needs libtpu, but no TPU.
 
     Raises:
-      ConfigError: no such slice, or no compiler for it here.
+      ConfigError: the slice does not exist, or libtpu is not installed.
     """
     name = expand_name(name)
     slices, of_one = read_shape(name)
     kind, _, sides = of_one.partition(":")
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
-            f"--topology={name} needs the TPU compiler, which needs no TPU: pip install libtpu.",
+            f"--topology={name} needs the TPU compiler (but no TPU). Run pip install libtpu.",
             field="--topology",
             value=name,
         )
     try:
         devices = make_devices(of_one, slices)
-    except Exception as error:  # of several kinds, in the compiler's own words
+    except Exception as error:  # the compiler raises several classes
         raise ConfigError(
-            f"--topology={name} has the name of a TPU slice, but no slice of {kind} is "
-            f"{sides}; name one as {_EXAMPLES}.",
+            f"--topology={name}: TPU {kind} has no slice of shape {sides}. Use a name such as "
+            f"{_EXAMPLES}.",
             field="--topology",
             value=name,
         ) from error
@@ -58,16 +59,18 @@ def open_topology(name: str) -> Topology:
 
 
 def read_shape(name: str) -> tuple[int, str]:
-    """(number of slices, name of one) of a name with its shape, like "2xv5e:4x4".
+    """Splits a name like "2xv5e:4x4" into number of slices and name of one slice.
+
+    Does not check that the slice exists.
 
     Raises:
-      ConfigError: it is not one; whether the slice exists is not checked.
+      ConfigError: the name has another format.
     """
     count, of_one = re.fullmatch(r"(?:([1-9]\d{0,2})x)?(.*)", name, re.DOTALL).groups()
     kind, _, sides = of_one.partition(":")
     if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sides):
         raise ConfigError(
-            f"--topology={name} is not a TPU slice. Name one as {_EXAMPLES}.",
+            f"--topology={name} is not a TPU slice. Use a name such as {_EXAMPLES}.",
             field="--topology",
             value=name,
         )
@@ -75,8 +78,10 @@ def read_shape(name: str) -> tuple[int, str]:
 
 
 def expand_name(name: str) -> str:
-    """The name with its shape: "v5e:4x4" of "v5e-16" or "v5litepod-16", "2xv4:2x2x1" of "2xv4-8",
-    where v4, v5p and tpu7x count cores, as Google's names do; any other name is returned unchanged.
+    """Expands Google's slice names: "v5e-16" and "v5litepod-16" to "v5e:4x4".
+
+    Names of v4, v5p and tpu7x count cores: "2xv4-8" becomes "2xv4:2x2x1". Other names are returned
+    unchanged.
 
     Raises:
       ConfigError: no slice of that kind has this size.
@@ -100,14 +105,14 @@ def expand_name(name: str) -> str:
 
 
 def make_devices(name: str, slices: int = 1) -> Sequence[Any]:
-    """Devices that can be compiled for, of so many slices like "v5e:4x4".
+    """Makes compile-only devices of slices like "v5e:4x4".
 
     Raises:
-      Exception: of several kinds; the compiler knows no such slice.
+      Exception: the slice does not exist; the compiler raises several classes.
     """
     from jax.experimental import topologies
 
     chosen: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
-    if name.startswith("v4:"):  # whose two cores are one device, as they are on the machine
+    if name.startswith("v4:"):  # both cores are one device, as on real machines
         chosen["chip_config_name"] = "megacore"
     return topologies.get_topology_desc(platform="tpu", topology_name=name, **chosen).devices
