@@ -187,7 +187,7 @@ def flags_of(plan: Planned) -> str:
 
 
 def spell_choice(plan: Planned) -> str:
-    """Formats them as "data=4 fsdp=1 tensor=1 sequence=1 remat=none accumulation=2"."""
+    """Formats a plan as "data=4 fsdp=1 tensor=1 sequence=1 remat=none accumulation=2"."""
     choice = f"{spell_mesh(plan.axes)} remat={plan.config.model.remat}"
     accumulation = plan.config.train.accumulation
     return f"{choice} accumulation={accumulation}" if accumulation > 1 else choice

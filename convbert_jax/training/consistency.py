@@ -37,7 +37,7 @@ FIXES = {
     "devices": "Give every process the same number of devices of one kind.",
     "data": "Give every process the same files.",
 }
-_MAX_FIELDS = 3  # that an error names
+_MAX_FIELDS = 3  # maximum number in an error
 Record = Mapping[str, Mapping[str, Any]]  # part -> name -> value
 
 
@@ -59,8 +59,10 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def check_start(config: Config | None) -> None:
-    """Compares versions and configs, then devices, which are initialized only here. Raises as
-    `check_flags`.
+    """Compares versions and configs, then initializes and compares devices.
+
+    Raises:
+      InconsistencyError, SilentProcessError: as `check_flags`.
     """
     if distributed.place()[1] == 1:
         return
@@ -108,7 +110,7 @@ def check_data(config: Config, fingerprint: str) -> None:
 def versions() -> dict[str, str]:
     """Returns the versions that programs depend on; "none" for a package that is not installed.
 
-    The last number of Python's version changes no program and is left out.
+    Python's patch version is excluded, because it does not affect programs.
     """
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("jax", "jaxlib", *_ACCELERATORS):

@@ -92,8 +92,10 @@ def detect_process() -> ProcessId:
 
 @contextlib.contextmanager
 def connect(process: ProcessId, *, timeout: float, silence: float, hint: Hint) -> Iterator[None]:
-    """Connects all processes. If another one exits inside the block, this one exits too: with the
-    error message of that process and exit code 1, or with `EXIT_CODE`.
+    """Connects all processes.
+
+    If another process exits inside the block, this one exits too: with the error message of that
+    process and exit code 1, or with `EXIT_CODE`.
 
     An error inside the block is sent to the others; this process then exits without waiting.
 
@@ -640,7 +642,7 @@ def _reach(process: ProcessId, timeout: float, hint: Hint) -> _Connection:
 
 
 class _Wait:
-    """Waiting for processes: its end, and its log lines."""
+    """Timeout and log lines while waiting for processes."""
 
     def __init__(self, process: ProcessId, timeout: float, hint: Hint):
         self._count, self._timeout, self._hint = process.count, timeout, hint
@@ -648,7 +650,7 @@ class _Wait:
         self._next = _REMINDER
 
     def left(self) -> float:
-        """Seconds."""
+        """Returns the remaining seconds."""
         return max(0.01, self._began + self._timeout - time.monotonic())
 
     def check(self, missing: Sequence[int], how: str, why: str = "") -> float:

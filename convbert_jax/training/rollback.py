@@ -1,7 +1,7 @@
 """Rollback after a bad step: return to the last checkpoint and skip the batches since then.
 
 PaLM was trained this way (Chowdhery et al. 2022, §5.1). A file in the workdir lists the skipped
-batches, so a restart skips the same: the state at any step depends only on config, data and file.
+batches, so a restart skips them too: the state at a step depends only on config, data and file.
 """
 
 import collections
@@ -33,7 +33,7 @@ class BadStepError(TrainingError):
 
 
 class LossGuard:
-    """Detects losses that are not finite or spike; its history is saved in checkpoints."""
+    """Detector of losses that are not finite or spike; checkpoints contain its history."""
 
     def __init__(self, spike: float):
         """
@@ -66,7 +66,7 @@ class LossGuard:
 
 
 class Rollbacks:
-    """The rollbacks of a run and the batches that they skip."""
+    """Rollbacks of a run and the batches that they skip."""
 
     def __init__(self, file: epath.Path, most: int):
         """

@@ -38,7 +38,7 @@ class LayerFilters:
 
 
 def find(word: str, number: int, text: str, places: np.ndarray) -> list[Occurrence]:
-    """Finds `word` as a whole word in a text, ignoring case.
+    """Finds all occurrences of `word` as a whole word in a text, ignoring case.
 
     Args:
       number: index of the text.

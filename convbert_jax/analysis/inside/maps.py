@@ -54,7 +54,7 @@ def _near(length: int, window: int) -> np.ndarray:
 
 
 class MapSums:
-    """Accumulates the attention maps of a model text by text.
+    """Accumulator of a model's attention maps over texts.
 
     Args:
       length: maximum number of tokens of a text.

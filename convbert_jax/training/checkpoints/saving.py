@@ -219,17 +219,17 @@ class Checkpoints:
         # Other processes would wait forever for this process's part, so the run must restart.
         if self._failures == MOST_FAILURES or jax.process_count() > 1:
             raise failure from error
-        logging.warning("%s Continuing; the next checkpoint will be tried.", failure)
+        logging.warning("%s Training continues; the next checkpoint will be tried.", failure)
 
     def _failure(self, error: Exception, step: int) -> CheckpointError:
         interrupts.abandon_threads()  # they wait for the rest of this save
         if isinstance(error, jax.errors.JaxRuntimeError):
             raise error
         whole = self.newest
-        rest = "No earlier checkpoint exists" if whole is None else f"Step {whole} is intact"
+        rest = "none" if whole is None else f"step {whole}"
         return CheckpointError(
             f"Cannot save the checkpoint of step {step} to {self._directory}: {first_line(error)}. "
-            f"{rest}. Free space there or fix the error, then restart.",
+            f"Newest intact checkpoint: {rest}. Free disk space or fix the error.",
             path=self._directory,
         )
 

@@ -81,7 +81,7 @@ def compiling(what: str) -> Iterator[None]:
 
 
 class RecompileWatch:
-    """Warns when a function is compiled for more than `shapes` input shapes."""
+    """Monitor that warns if a function is compiled for more than `shapes` input shapes."""
 
     def __init__(self, function, name: str, shapes: int = 1):
         self._function = function

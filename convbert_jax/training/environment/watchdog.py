@@ -16,10 +16,10 @@ _FIRST = 3_600.0  # seconds, at least, for restoring, compiling and the first st
 
 
 class Watchdog:
-    """Expects a `beat` at least every `seconds`; an hour is allowed for the first one and within
-    `patient`. 0 disables it (`config.train.hang_seconds`).
+    """Timer that ends a run without a `beat` for `seconds` (`config.train.hang_seconds`; 0: never).
 
-    Not `faulthandler.dump_traceback_later`, which exits with code 1: launchers restart on 75.
+    The limit is at least an hour before the first beat and within `patient`.
+    `faulthandler.dump_traceback_later` exits with code 1, but launchers restart only on 75.
     """
 
     def __init__(self, seconds: float):
@@ -47,8 +47,9 @@ class Watchdog:
     def call(
         self, program: Callable, *arguments: Any, batch: Any, what: str = "the training step"
     ) -> Any:
-        """Returns `program(*arguments)`. The first call with the shapes of `batch` compiles: it is
-        allowed an hour, and waited for.
+        """Returns `program(*arguments)`.
+
+        The first call with the shapes of `batch` compiles: it may take an hour, and blocks.
         """
         if not self.compiles(batch):
             return program(*arguments)
@@ -63,9 +64,9 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this context, a missing beat ends this process and all others with
-        `distributed.EXIT_CODE`, on which launchers restart, and with the stack traces of all
-        threads on standard error.
+        """Ends all processes with `distributed.EXIT_CODE` if a beat is missing within the block.
+
+        Launchers restart on this code. Stack traces of all threads are printed to standard error.
         """
         if not self._seconds:
             yield

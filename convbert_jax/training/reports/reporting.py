@@ -32,7 +32,7 @@ class ReportError(UserError):
 
 
 class Reporter:
-    """Writes the metrics of a run; a context manager that closes its files."""
+    """Writer of a run's metrics; a context manager that closes its files."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Reporter:
 
 
 class HealthWatch:
-    """Deduplicates the warnings of `Task.health`; one repeats only after it was absent."""
+    """Filter of repeated `Task.health` warnings; one is repeated only after it was absent."""
 
     def __init__(self, health: Callable[[int, Mapping[str, float]], list[str]]):
         self._health = health
@@ -254,7 +254,7 @@ def last_of(lines: Sequence[Mapping[str, Any]], split: str) -> dict[str, float]:
 
 
 def measure_memory() -> dict[str, float]:
-    """Returns peak and limit in bytes of the first local device, else of host memory the peak."""
+    """Returns peak and limit of the first local device in bytes, or peak host memory."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         known = {"device_memory": stats["peak_bytes_in_use"]}

@@ -14,7 +14,7 @@ from convbert_jax.config import TrainSection
 
 
 class Clock:
-    """Measures seconds per step without evaluation, checkpoints and compilation."""
+    """Timer of steps that excludes evaluation, checkpoints and compilation."""
 
     def __init__(self):
         self.running = False
@@ -46,7 +46,7 @@ class Clock:
 
 
 class Profiler:
-    """Traces config.train.profile_steps steps, starting at profile_start, into `folder`."""
+    """Profiler trace of config.train.profile_steps steps from profile_start on, in `folder`."""
 
     def __init__(self, folder: epath.Path, section: TrainSection, step: int):
         """

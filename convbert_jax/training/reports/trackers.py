@@ -26,7 +26,7 @@ _LONGEST, _MOST_PARAMS = 500, 100
 
 
 class Tracker(Protocol):
-    """Receives the metrics of a run."""
+    """Receiver of a run's metrics."""
 
     def add(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -81,7 +81,7 @@ def check_tracker(name: str) -> None:
 
 
 class _Patient:
-    """Disables a tracker after its first error, so that training continues."""
+    """Wrapper that disables a tracker after its first error, so that training continues."""
 
     def __init__(self, name: str, tracker: Tracker):
         self._name, self._tracker = name, tracker
