@@ -1,4 +1,4 @@
-"""All tests of this folder run on one of the simulated devices."""
+"""Runs all tests of this folder on one simulated device."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""BERT with sentence pairs: it learns them, resumes exactly, is exported and read again."""
+"""BERT with sentence pairs: training, exact resuming, and exporting and reading back."""
 
 import dataclasses
 import random
@@ -20,7 +20,7 @@ KINDS = ("bcdfgh", "klmnpr")  # first letters of words
 
 
 def write_documents(folder, kinds_of, count=1_200) -> str:
-    """Documents of sentences of four words; `kinds_of(document)`: the kind of each sentence."""
+    """Write documents of four-word sentences; `kinds_of(document)` gives each sentence's kind."""
     rng = random.Random(0)
     words = [[a + b for a in letters for b in "aeiou"] for letters in KINDS]
     documents = [
@@ -41,7 +41,7 @@ def make_toy_config(pretraining_config):
             "data.layout": "pairs",
             "tokenizer.kind": "wordpiece",
             "tokenizer.vocab_size": 80,
-            "model.initializer_range": 0.1,  # at this width 0.02 stays on a plateau for long
+            "model.initializer_range": 0.1,  # at this width 0.02 stays on a plateau for many steps
             "model.dropout": 0.0,
             "model.attention_dropout": 0.0,
             "optimizer.learning_rate": 3e-3,
@@ -61,7 +61,7 @@ def make_toy_config(pretraining_config):
 
 @pytest.fixture(scope="module")
 def config(make_toy_config, tmp_path_factory):
-    """Two sentences a document, the first of the one kind, the second of the other."""
+    """Two sentences per document, the first of one kind and the second of the other."""
     text = write_documents(tmp_path_factory.mktemp("toy"), lambda number: (0, 1))
     return make_toy_config(text, "order")
 
@@ -80,7 +80,7 @@ def test_the_order_of_sentences_is_learned(trained):
 
 @pytest.mark.slow
 def test_texts_of_another_document_are_learned(make_toy_config, tmp_path):
-    """Documents of one kind each: at best 3 of 4, as half of the false texts are of the same."""
+    """One kind per document: at best 3 of 4, since half of the negatives look positive."""
     text = write_documents(tmp_path, lambda number: (number % 2,) * 6)
     run = recipes.pretrain(make_toy_config(text, "next", 400), tmp_path / "run")
     assert 0.65 < run.evaluation["pair_accuracy"] < 0.85
@@ -89,7 +89,7 @@ def test_texts_of_another_document_are_learned(make_toy_config, tmp_path):
 @pytest.mark.slow
 def test_resuming_is_exact(trained, config, tmp_path):
     shutil.copytree(trained.folder, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / str(STEPS))  # as if killed before it
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / str(STEPS))  # as if killed before saving it
     again = recipes.pretrain(config, tmp_path / "run")
     assert again.step == trained.step == STEPS
     (_, expected), (_, params) = (
@@ -106,7 +106,7 @@ def test_an_export_is_read_back(trained, config, tmp_path):
     params, report = join(config, read.networks)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     assert not report.initialized
-    # A model without pairs has no place for the head.
+    # A model without sentence pairs has no pair head.
     fields = {"objective.sentence_pairs": "none", "data.layout": "packed"}
     _, report = join(replace(config, fields), read.networks)
     heads = {

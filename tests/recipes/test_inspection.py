@@ -1,4 +1,4 @@
-"""--mode=inspect on random weights, from the model to the files."""
+"""--mode=inspect on models with random weights: reports, files and errors."""
 
 import csv
 import json
@@ -34,7 +34,7 @@ def mixed(make_run):  # noqa: F811
 
 @pytest.fixture(scope="module")
 def exported(make_run, tmp_path_factory):  # noqa: F811
-    """Attention alone, as Hugging Face has it."""
+    """An attention-only model in Hugging Face format."""
     run, _ = make_run(mixer="attention", recipe="masked_lm", embedding_size=32)
     return str(conversion.export(run, output=tmp_path_factory.mktemp("bert") / "bert"))
 
@@ -52,7 +52,7 @@ def read_table(file):
 
 
 def test_numbers_are_those_of_the_model_text_by_text(mixed, lines, tmp_path):
-    """Against one text at a time, without padding."""
+    """Compares with the network applied to one text at a time, without padding."""
     result = recipes.inspect(mixed, texts=lines, word="Stone", output=str(tmp_path / "out"))
     model = convbert_jax.load(mixed)
     graphdef, _ = build(MaskedLanguageModel, model.config)
@@ -133,14 +133,14 @@ def test_layers_without_maps_or_filters_are_named(make_run, lines, tmp_path):  #
         assert not [part for part in lacks if part not in line]
         assert not [part for part in has if part in line]
     assert list(numbers["concentration"]) == ["2"]
-    # The same filters at all positions: no context moves them.
+    # `light` has the same filters at every position, whatever the context.
     np.testing.assert_allclose(numbers["moved_by_context"]["0"], 0, atol=1e-6)
     for layers, value, mentions in (((1, 2), "1,2", ["0"]), ((3,), 3, ["0 to 2"])):
         with refused(InspectionError, *mentions, field="--layers", value=value):
             recipes.inspect(str(run), texts=lines, word="stone", layers=layers)
     result = recipes.inspect(str(run), texts=lines)
     (line,) = (line for line in result.report.splitlines() if "layer 0" in line)
-    assert "--word" in line  # its filters of a word would be shown
+    assert "--word" in line  # the report suggests --word, which would show this layer's filters
 
 
 def test_held_out_texts_of_the_run_are_the_default(pretrained):
@@ -149,7 +149,7 @@ def test_held_out_texts_of_the_run_are_the_default(pretrained):
     (numbers,) = json.loads((result.folder / "numbers.json").read_text())
     assert 4 < numbers["texts"] <= 64
     assert numbers["tokens"] > 10 * numbers["texts"]
-    # a model that has hardly learned attends everywhere alike
+    # a barely trained model attends uniformly
     (heads,) = numbers["concentration"].values()
     np.testing.assert_allclose(heads, numbers["chance"], atol=0.02)
     with refused(InspectionError, "layer 0", field="--word", value="the"):

@@ -1,4 +1,4 @@
-"""200 signals while a command reads a checkpoint; each must stop the command.
+"""Send 200 signals while commands read a checkpoint; each must stop the command.
 
 To repeat: `python -m pytest -m slow tests/recipes/test_interrupted_reads.py`.
 """
@@ -24,8 +24,8 @@ from tests.launch.hearing import hear
 
 SIGNALS = 200
 ANSWERS = ((signal.SIGINT, 130), (signal.SIGTERM, interrupts.TRY_AGAIN))
-# command -> flags; {pretrained}, {translated} and {finetuned} are folders of runs, {new} is an
-# empty one, {CONFIG} a config file of `configs`
+# command -> flags; {pretrained}, {translated} and {finetuned} are run folders, {new} is an empty
+# folder, {CONFIG} a config file from `configs`
 COMMANDS = {
     "resume": "--workdir={pretrained} --config.train.steps=6",
     "eval": "--mode=eval --workdir={pretrained}",
@@ -65,11 +65,11 @@ def folders(
 
 
 class Attack:
-    """Sends a signal at a call or return of the main thread inside of the first read.
+    """Sends a signal at a call or return of the main thread during the first read.
 
     Attributes:
-      calls: how many calls and returns the first read had.
-      moment: where the signal is sent; None is at the end of the read.
+      calls: number of calls and returns in the first read.
+      moment: index of the call at which the signal is sent; None sends it at the end of the read.
     """
 
     def __init__(self, read, number: int, moment: int | None):
@@ -97,7 +97,7 @@ class Attack:
 
 
 def run(command: str, places: dict) -> int | str | None:
-    """Exit code of a command, None if it comes to its end."""
+    """Return the exit code of a command, or None if it finishes."""
     try:
         with flagsaver.flagsaver():
             if command == "load":
@@ -116,8 +116,8 @@ def run(command: str, places: dict) -> int | str | None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_signal_is_lost(folders, command, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # it would stay for other tests
-    # It would end the tests.
+    monkeypatch.setattr(console, "set_up_logging", lambda: None)
+    # set_up_logging would affect other tests; _exit_without_saving would end them.
     monkeypatch.setattr(interrupts, "_exit_without_saving", lambda number: None)
     read, calls, lost = reading._read, None, []
     for attempt in range(math.ceil(SIGNALS / len(COMMANDS)) + 1):
@@ -133,7 +133,7 @@ def test_no_signal_is_lost(folders, command, tmp_path, monkeypatch, caplog):
         if found != code:
             lost.append((moment, number.name, found))
         kept = list_steps(Workdir(places["pretrained"]).checkpoints)
-        assert kept[:1] == [4], "an intact checkpoint is never renamed"
+        assert kept[:1] == [4], "an intact checkpoint was renamed"
     assert calls, "nothing was read"
     assert lost == []
     assert "damaged" not in caplog.text

@@ -49,7 +49,7 @@ def test_a_run_keeps_the_settings_chosen_for_its_corpus(config, tmp_path):
     recipes.pretrain(config, folder)
     expected = (False, False, "identity")
     assert chosen(Workdir(folder).read_config()) == expected
-    # A start with the config file again, and one with the corpus changed.
+    # Start again with the config file, then with a changed corpus.
     (tmp_path / "text.txt").unlink()
     recipes.pretrain(replace(config, {"train.steps": 3}), folder)
     assert chosen(Workdir(folder).read_config()) == expected
@@ -70,7 +70,7 @@ def test_prepared_rows_of_named_settings_serve_a_config_that_names_none(config, 
 
 
 def test_settings_are_chosen_again_until_rows_are_finished(config, tmp_path):
-    """A start that failed on another corpus does not decide them."""
+    """A start that failed on another corpus does not fix the settings."""
     folder = tmp_path / "rows"
     config = replace(config, {"data.directory": str(folder)})
     recipes.prepare(config, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Each mode that writes into a run folder refuses links that lead out of it."""
+"""Modes that write into a run folder refuse symlinks that point outside it."""
 
 import dataclasses
 import shutil
@@ -26,7 +26,7 @@ MODES = {
 
 @pytest.fixture
 def hostile(pretrained, tmp_path):
-    """A run whose folders for results are links to another folder, which must not change."""
+    """A run whose result folders are links to another folder, which must not change."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").write_text("precious")

@@ -1,4 +1,4 @@
-"""config.objective.masked_lm_steps: masked words first, then replaced tokens, in one program."""
+"""config.objective.masked_lm_steps: masked-LM first, then replaced tokens, in one program."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ FIRST = 2
 
 
 def make(**fields):
-    """Two steps of each phase, nothing dropped."""
+    """Return a config with two steps per phase and no dropout."""
     fixed = {
         "objective__masked_lm_steps": FIRST,
         "model__dropout": 0.0,
@@ -54,7 +54,7 @@ def batch():
 
 @pytest.mark.parametrize("kind", ["separate", "uniform"])
 def test_each_phase_by_hand(batch, kind):
-    """The value, and which parts of the model it teaches."""
+    """Checks the loss, and which parameters receive gradients."""
     config = make(generator__kind=kind, objective__generator_weight=0.5)
     graphdef, init = build(MODELS["replaced_token"], config)
     params, key = jax.jit(init)(jax.random.key(1)), jax.random.key(7)
@@ -105,7 +105,7 @@ def test_each_phase_by_hand(batch, kind):
     ("fields", "warned"),
     [
         ({}, True),
-        ({"generator__kind": "uniform"}, False),  # it cannot learn
+        ({"generator__kind": "uniform"}, False),  # has no parameters to train
         ({"recipe": "masked_lm"}, True),
         ({"recipe": "causal_lm"}, True),
     ],
@@ -123,7 +123,7 @@ def test_a_model_of_constant_logits_is_warned_about(fields, warned):
 
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
-    """The config, the run, and its compiled steps."""
+    """The config, the run and its compiled steps."""
     config = make(
         data__source=text,
         model__dropout=0.1,
@@ -148,7 +148,7 @@ def finished(text, tmp_path_factory):
 
 
 def resume_from_step_1(finished, folder, **sections):
-    """Resumes before the phase changes; returns the run."""
+    """Resume before the phase changes; return the run."""
     config, result, _ = finished
     shutil.copytree(result.folder, folder)
     for step in range(2, 5):
@@ -174,7 +174,8 @@ def test_held_out_numbers_are_those_of_both_phases_in_both(finished):
     held_out = [line for line in result.metrics if line["split"] == "validation"]
     assert [line["step"] for line in held_out] == [2, 4]
     for line in held_out:
-        names = set(config.heldout_metrics) - {"discriminator_precision"}  # none may be flagged
+        # Precision is undefined if no token is predicted as replaced.
+        names = set(config.heldout_metrics) - {"discriminator_precision"}
         assert not [name for name in names if math.isnan(line[name])]
     assert set(result.evaluation) == set(config.heldout_metrics)
 

@@ -1,4 +1,4 @@
-"""The candidates of a plan: other batches, meshes and `config.model.remat`."""
+"""The candidates of a plan: other batch sizes, meshes and `config.model.remat`."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from tests.analysis.test_plan import make_plan, make_step
 from tests.running import needs_libtpu
 from tests.runs import make_config
 
-CAPACITY = 15.75  # GiB of a v5e
+CAPACITY = 15.75  # GiB per v5e chip
 
 
 def axes_of(**sizes) -> dict[str, int]:
@@ -27,7 +27,7 @@ def gib(*numbers: float) -> list[int]:
 
 
 def work(cycles: float) -> dict:
-    """Arguments of make_step: a step of so many cycles on one device."""
+    """Arguments of make_step for a step of `cycles` cycles on one device."""
     operations = tpu_plan.Operations(
         {tpu_plan.PRODUCTS: cycles, tpu_plan.KERNELS: 0.0, tpu_plan.OTHER: 0.0}, {}, (), {}
     )
@@ -35,7 +35,7 @@ def work(cycles: float) -> dict:
 
 
 class Planner:
-    """Plans by `step_of(rows)` and keeps the batches in `tried`."""
+    """Plans with `step_of(rows)` and records the batch sizes in `tried`."""
 
     def __init__(self, step_of, **of_plan):
         self.step_of, self.of_plan, self.tried = step_of, of_plan, []
@@ -54,7 +54,7 @@ class Planner:
 
 
 @settings(max_examples=30)
-@example(197, 49, 49, 1)  # nearly full at once: the predicted batch beyond does fit
+@example(197, 49, 49, 1)  # nearly full at the first batch; the predicted larger one also fits
 @given(
     st.integers(0, 900), st.integers(1, 60), st.integers(1, 64), st.sampled_from((1, 2, 4)),
 )  # fmt: skip
@@ -73,7 +73,7 @@ def test_the_search_ends_at_the_largest_batch(fixed, slope, batch, accumulation)
         step_of, axes=axes_of(data=4), kept=lambda rows: 1.3 * slope * rows / accumulation
     )
     unit = 4 * accumulation * (8 if batch % 8 == 0 else 1)
-    most = int((capacity - fixed) / slope * accumulation) // unit * unit  # that fits
+    most = int((capacity - fixed) / slope * accumulation) // unit * unit  # largest batch that fits
     assume(0 < most < 2**20)
     search = planner.search(4 * accumulation * batch, train__accumulation=accumulation)
     tried, found = planner.tried, search.plan
@@ -81,7 +81,7 @@ def test_the_search_ends_at_the_largest_batch(fixed, slope, batch, accumulation)
     assert len(tried) <= 1 + candidates._SEARCHES
     assert [trial.plan.rows for trial in search.trials] == tried
     assert found is not None
-    # A planned batch is a bound; a single plan does not show how memory grows.
+    # A planned batch is an upper bound; a single plan does not show how memory grows.
     assert search.next_rows > (most if search.next_planned else found.rows)
     assert search.next_planned == (search.next_rows in tried)
     assert found.fits
@@ -93,7 +93,7 @@ def test_the_search_ends_at_the_largest_batch(fixed, slope, batch, accumulation)
 
 
 def test_a_compiler_that_saves_memory_does_not_mislead_the_search():
-    """As `base` on v5e:2x4; a line through 1,792 and 1,920 rows leads to 9,216."""
+    """As `base` on v5e:2x4; extrapolating from 1,792 and 1,920 rows would predict 9,216."""
 
     def step_of(rows):
         if rows > 2_000:
@@ -107,8 +107,9 @@ def test_a_compiler_that_saves_memory_does_not_mislead_the_search():
 
 
 def test_the_search_ends_where_rows_become_expensive():
-    """As `small` on v5e:2x4: the predicted batch takes 85% of the memory, because the compiler
-    computes some of it twice.
+    """As `small` on v5e:2x4: the predicted batch takes 85% of the memory due to recomputation.
+
+    The compiler computes part of the step twice to save memory.
     """
 
     def step_of(rows):
@@ -122,7 +123,7 @@ def test_the_search_ends_where_rows_become_expensive():
     assert planner.tried == [1024, search.plan.rows]
     first, second = search.trials
     assert first.predicted is None
-    # From the part that grows; parameters do not.
+    # Predicted from the memory that grows with rows; parameters are constant.
     assert second.predicted == pytest.approx(CAPACITY * 2**30, rel=0.01)
     assert search.dearer == pytest.approx(536 / 395)
     assert search.gave_up
@@ -131,7 +132,7 @@ def test_the_search_ends_where_rows_become_expensive():
 
 
 def test_a_batch_that_does_not_fit_leads_to_one_that_does():
-    """By traced activations; the compiler only reports the shortage when it gave up."""
+    """Predicts from traced activations; the compiler reports only that it ran out of memory."""
 
     def step_of(rows):
         if rows > 2_000:
@@ -158,7 +159,7 @@ def test_other_meshes_keep_what_a_run_needs():
 
 
 def test_what_is_computed_again_is_compared_on_the_best_mesh():
-    """The fastest that fits is recommended; a mesh that cannot be is left out."""
+    """The fastest candidate that fits is recommended; an invalid mesh is omitted."""
 
     def fake(config):
         m = config.mesh
@@ -200,7 +201,7 @@ def test_fewer_rows_at_once_are_compared_as_long_as_they_are_better():
         " --config.model.remat=none --config.train.accumulation=4"
     )
     tried.clear()
-    candidates.compare(fake(make_config(train__batch_size=24)), fake)  # halves of 24 are not 8s
+    candidates.compare(fake(make_config(train__batch_size=24)), fake)  # 12 rows do not divide
     assert {accumulation for accumulation, _ in tried} == {1}
 
 
@@ -208,8 +209,9 @@ def test_fewer_rows_at_once_are_compared_as_long_as_they_are_better():
 @pytest.mark.tpu_compile
 @needs_libtpu
 def test_the_largest_batch_of_a_slice_is_compiled(monkeypatch):
-    """One compilation after the first, of a chip that is said to have 4 GiB: near the end of the
-    real memory a compilation takes many minutes.
+    """Compiles once more, for a chip limited to 4 GiB.
+
+    Near the real memory limit a compilation takes many minutes.
     """
     monkeypatch.setattr(candidates, "_SEARCHES", 1)
     config = make_config(

@@ -1,4 +1,4 @@
-"""Plans of runs on devices that are not here."""
+"""Plans of runs on devices that are not available here."""
 
 import dataclasses
 import json
@@ -39,9 +39,9 @@ def test_gpus_are_counted(tmp_path):
 
     copied = count()
     assert copied["parameters"] == copied["gradients"] == whole
-    assert copied["moments"] == pytest.approx(2 * whole, abs=64)  # and how often they were updated
+    assert copied["moments"] == pytest.approx(2 * whole, abs=64)  # and Adam's step count
     divided = count(mesh=MeshSection(data=1, fsdp=4))
-    assert whole / 4 < divided["parameters"] < whole / 2  # vectors and small ones stay whole
+    assert whole / 4 < divided["parameters"] < whole / 2  # vectors and small arrays stay replicated
     assert divided["kept"] == copied["kept"]
     twice = count(train=dataclasses.replace(config.train, batch_size=128))
     assert twice["kept"] == 2 * copied["kept"]
@@ -72,12 +72,12 @@ def test_this_machine_is_counted_from_its_own_speed(tmp_path):
     assert best == pytest.approx(numbers["flops"] / numbers["peak_flops"] / 0.65)
     assert worst == pytest.approx(numbers["flops"] / numbers["peak_flops"] / 0.2)
     assert "GFLOP/s" in plan.report
-    # A batch that no machine holds is planned, not multiplied.
+    # A batch too large for any machine is planned from shapes without computing anything.
     large = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=2**24))
     plan = recipes.plan(large, tmp_path, topology="cpu")
     assert "4,096 x" in plan.report
     assert not plan.fits
-    # The same bytes as on a GPU with the dtype of a CPU.
+    # The same bytes as on a GPU with the CPU's dtype.
     config = dataclasses.replace(config, compute_dtype="float32")
     gpu = recipes.plan(config, tmp_path, topology="gpu:h100").numbers["memory"]
     same = ("parameters", "gradients", "moments")
@@ -85,7 +85,7 @@ def test_this_machine_is_counted_from_its_own_speed(tmp_path):
 
 
 def test_gpus_are_compared(tmp_path):
-    """The largest batch nearly fills the memory; of meshes, then of remat, the best is named."""
+    """The largest batch nearly fills the memory; the best mesh and remat are recommended."""
     config = make_config(recipe="masked_lm", train__batch_size=2**20, model__hidden_size=128)
     asked = {"topology": "gpu:t4x4", "largest_batch": True, "compare": True, "price": 2.0}
     result = recipes.plan(config, tmp_path, **asked)
@@ -96,7 +96,7 @@ def test_gpus_are_compared(tmp_path):
     assert largest["fits"]
     used, capacity = largest["memory"]["used"], largest["memory"]["capacity"]
     assert 0.9 * 0.92 * capacity < used <= 0.92 * capacity
-    # Arithmetic is a line, so that the second plan is where it was predicted.
+    # The arithmetic estimate is linear, so the second plan uses the predicted memory.
     _, second = numbers["search"]["trials"]
     assert second["used"] == pytest.approx(second["predicted"])
     assert f"{second['rows']:,} rows" in result.report
@@ -104,7 +104,7 @@ def test_gpus_are_compared(tmp_path):
     meshes = [tuple(each["mesh"].values()) for each in numbers["compared"]]
     assert {(1, 4, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)} <= set(meshes)
     assert {each["remat"] for each in numbers["compared"]} == {"none", "dots", "full"}
-    # Fewer rows at once before anything is computed again, and no fewer than must be.
+    # Gradient accumulation comes before remat, with the fewest micro-batches that fit.
     assert numbers["recommended"]["remat"] == "none"
     fits = {
         each["accumulation"]: each["fits"]
@@ -121,7 +121,7 @@ def test_gpus_are_compared(tmp_path):
 
 @pytest.mark.parametrize(("name", "loops", "gigabytes"), [("small", 1, 48.8), ("base", 12, 150.8)])
 def test_a_gpu_moves_about_what_xla_compiles_for_one(tmp_path, name, loops, gigabytes):
-    """The bytes are those of benchmarks/RESULTS.md, section 9, on one H100."""
+    """Compares with the bytes in benchmarks/RESULTS.md, section 9, measured on one H100."""
     fields = {"model.attention_dropout": 0.0, "model.scan_unroll": loops}
     config = convbert_jax.load_config(name, **fields)
     plan = recipes.plan(config, tmp_path, topology="gpu:h100")
@@ -133,7 +133,7 @@ def test_a_gpu_moves_about_what_xla_compiles_for_one(tmp_path, name, loops, giga
     assert f"{numbers['moved'] / 1e9:,.3g} GB" in plan.report
     if name == "base":
         return
-    # What is computed again is written again.
+    # Recomputed activations are written again.
     again = convbert_jax.load_config(name, **fields, **{"model.remat": "full"})
     remade = recipes.plan(again, tmp_path, topology="gpu:h100").numbers
     assert remade["moved"] == numbers["moved"]
@@ -171,7 +171,7 @@ def test_pairs_are_planned_at_their_longest(tmp_path):
 @pytest.mark.tpu_compile
 @needs_libtpu
 def test_a_slice_is_compiled_for(tmp_path):
-    """What lies on a device and what is sent are arithmetic; the compiler must agree."""
+    """The arithmetic for memory and communication must agree with the compiler."""
     config = make_config(**ON_TPU)
     file = tmp_path / "plan.json"
     result = recipes.plan(config, tmp_path, topology="v5e:2x2", price=1.0, output=str(file))
@@ -183,12 +183,12 @@ def test_a_slice_is_compiled_for(tmp_path):
     assert memory["parameters"] == whole
     assert memory["optimizer"] == pytest.approx(2 * whole, abs=64)
     batch = 3 * 16 * 32 * 4
-    assert batch <= memory["batch"] <= batch + 2**16  # each array begins at a multiple
+    assert batch <= memory["batch"] <= batch + 2**16  # arrays are aligned
     assert memory["used"] < memory["capacity"] == 15.75 * 2**30
     assert numbers["mesh"] == {"data": 4, "fsdp": 1, "tensor": 1, "sequence": 1}
     reduced = [c for c in numbers["collectives"] if c["kind"] == "all-reduce"]
     assert {c["axes"] for c in reduced} == {"data"}
-    # Every gradient crosses the network, once.
+    # Each gradient is all-reduced once.
     least = 2 * 3 / 4 * whole
     assert least <= sum(c["sent_bytes"] for c in reduced) < 1.05 * least
     assert numbers["cycles"]["matrix products"] > 0
@@ -209,7 +209,7 @@ def test_a_slice_is_compiled_for(tmp_path):
 @pytest.mark.tpu_compile
 @needs_libtpu
 def test_meshes_of_a_slice_are_compared(tmp_path, monkeypatch):
-    """Each of them compiled: one of every kind that a comparison has."""
+    """Compiles one candidate of every kind: mesh, accumulation, remat."""
     monkeypatch.setattr(candidates, "REMAT", ("none", "full"))
     monkeypatch.setattr(candidates, "other_meshes", lambda axes: [MeshSection(2, 1, 2, 1)])
     config = make_config(**ON_TPU)
@@ -241,7 +241,7 @@ def test_every_kind_of_chip_is_planned_for(kind, tmp_path, capfd):
     assert numbers["memory"]["capacity"] == int(CHIPS[kind].hbm_bytes)
     devices = math.prod(numbers["mesh"].values())
     assert devices == (8 if kind == "tpu7x" else 4)
-    # The gradient is summed over all devices, by whatever part of a chip.
+    # The gradient is summed over all devices, including both cores of a chip.
     least = 2 * (devices - 1) / devices * 4 * state.count(abstract_params(config))
     reduced = [c for c in numbers["collectives"] if c["kind"] == "all-reduce"]
     assert {c["axes"] for c in reduced} == {"data"}
@@ -252,8 +252,9 @@ def test_every_kind_of_chip_is_planned_for(kind, tmp_path, capfd):
 @pytest.mark.tpu_compile
 @needs_libtpu
 def test_what_does_not_fit_is_an_answer(tmp_path):
-    """Of a batch whose arrays are each larger than the memory the compiler says so in seconds; what
-    takes a few times too much it tries to make smaller first, for minutes.
+    """The compiler fails within seconds when single arrays exceed the memory.
+
+    At a few times the memory it would spend minutes trying to reduce the use.
     """
     config = make_config(
         recipe="masked_lm", train__batch_size=2**20, model__ffn_size=2**15,
@@ -263,7 +264,7 @@ def test_what_does_not_fit_is_an_answer(tmp_path):
     memory = result.numbers["memory"]
     assert not result.fits
     assert memory["capacity"] == 15.75 * 2**30
-    # One array behind the first half of a feed-forward block.
+    # One array after the first matrix product of a feed-forward block.
     assert memory["needed"] > 2**20 / 4 * 32 * 2**15 * 2 > memory["capacity"]
 
 

@@ -1,7 +1,7 @@
-"""Mixers and optimizers from outside of the package, and stages that differ.
+"""Mixers and optimizers from outside the package, and stages that differ.
 
 One run has a stage with the module and the optimizer of docs/plugins.md, a stage with a mixer that
-implements the whole interface, and one with a mixer of the package.
+implements the whole interface, and a stage with a mixer of the package.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ ALL = (*STAGES, *(StageSection(layers=1, mixer=name) for name in MIXERS if name 
 
 @pytest.fixture(scope="module", autouse=True)
 def _mine(tmp_path_factory):
-    """Writes the page's code into mine.py, where Python finds it."""
+    """Write the code of docs/plugins.md to mine.py on the import path."""
     folder = tmp_path_factory.mktemp("plugins")
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     (folder / "mine.py").write_text(code)
@@ -63,7 +63,7 @@ def _mine(tmp_path_factory):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """module(name, code): writes a Python module and forgets it after the test."""
+    """module(name, code): write a Python module; removed after the test."""
     written = []
 
     def write(name, code):
@@ -88,7 +88,7 @@ def config(request, pretraining_config):
         "optimizer.learning_rate": 1e-3,
         "checkpoint.every": 2,
     }
-    # masked_lm has one network, which compiles in half the time.
+    # masked_lm has one network, which halves compile time.
     return dataclasses.replace(replace(pretraining_config, fields), recipe="masked_lm")
 
 
@@ -100,7 +100,7 @@ def trained(config, tmp_path_factory):
 
 
 def copy_of_step_2(trained, folder) -> pathlib.Path:
-    """A copy as if the run was killed before step 4."""
+    """Return a copy of the run as if killed before step 4."""
     shutil.copytree(trained.folder, folder)
     shutil.rmtree(folder / "checkpoints" / "4")
     return folder
@@ -134,16 +134,16 @@ def test_resuming_is_exact_with_the_same_stages_and_optimizer_only(trained, conf
 
 
 def test_it_resumes_on_a_mesh(trained, config, tmp_path, monkeypatch):
-    monkeypatch.setattr(sharding, "_SMALL", 2**10)  # real models divide only larger parameters
+    monkeypatch.setattr(sharding, "_SMALL", 2**10)  # real models shard only larger parameters
     monkeypatch.setattr(devices, "find_devices", lambda _: jax.devices())
     mesh = MeshSection(data=2, fsdp=2, tensor=2)
     divided = dataclasses.replace(config, mesh=mesh)
     again = recipes.pretrain(divided, copy_of_step_2(trained, tmp_path / "run"))
-    # Losses, not parameters: the sign of a gradient near zero may flip, which moves a weight far.
+    # Compare losses: rounding may flip the sign of a near-zero gradient and move a weight far.
     found, expected = (
         [line["loss"] for line in run.metrics if line["step"] == 4] for run in (again, trained)
     )
-    assert len(found) == 2  # of training and of evaluation
+    assert len(found) == 2  # one for training and one for evaluation
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
@@ -189,7 +189,7 @@ def test_it_is_fine_tuned_by_the_same_optimizer(trained, config, finetuning_conf
 
 
 def test_a_factory_of_optax_is_the_optimizer_of_that_name():
-    """The schedule, the decay mask and the clipping are those of config.optimizer."""
+    """The schedule, the decay mask and the clipping come from config.optimizer."""
     same = {"learning_rate": 0.1, "warmup_steps": 2, "weight_decay": 0.3, "clip_norm": 0.5}
     plugins.allow(["optax:adamw"])
     ours = optimizer.make_optimizer(OptimizerSection(**same), 10)
@@ -249,7 +249,7 @@ def test_a_module_that_cannot_be_made_is_refused(arguments, mention, module):
 
 
 def test_a_module_gets_the_arguments_that_it_has(module):
-    """One without segment_ids cannot tell the documents of a packed row apart."""
+    """Without a segment_ids argument, a module cannot separate the documents of a packed row."""
     module(
         "few",
         "from flax import nnx\n\nclass Few(nnx.Module):\n"

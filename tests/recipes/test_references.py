@@ -1,4 +1,4 @@
-"""Sets with several references for a text."""
+"""Test sets with several references per source text."""
 
 import contextlib
 import dataclasses
@@ -51,7 +51,7 @@ def test_the_best_reference_counts_for_scores_of_single_texts(recipe, metric):
 
 
 def test_a_set_is_scored_by_all_of_its_references(translation_config, translated, tmp_path):
-    """The second file is what the model wrote, the first is wrong throughout."""
+    """The second reference file is the model's output, the first is entirely wrong."""
     folder = translated.folder / "evaluation" / "step-300"
     written = (folder / "validation.txt").read_text()
     (tmp_path / "wrong").write_text("".join("no.\n" for _ in written.splitlines()))
@@ -86,7 +86,7 @@ def test_counts_that_differ_are_refused_before_any_work(
 def test_a_further_reference_that_cannot_be_read_is_refused_before_any_work(
     translation_config, recipe, tmp_path
 ):
-    """The pair without it is one to evaluate on: found after training it would be missed."""
+    """The bad reference is in the validation set, which is otherwise read only after training."""
     spec = write_pairs(tmp_path, "valid", 3)
     (tmp_path / "more").write_bytes(b"one.\ntr\xe8s.\nthree.\n")
     fields = {"parallel.validation_source": f"{spec},{tmp_path}/more"}
@@ -110,7 +110,7 @@ def test_an_empty_reference_is_refused_before_any_work(
 
 @pytest.fixture
 def without_pairs(pairs, tmp_path):
-    """The files that `translated` was prepared from are gone, but for this test alone."""
+    """A context manager that hides the files from which `translated` was prepared."""
     there, *_ = pairs.removeprefix("parallel:").split(",")
 
     @contextlib.contextmanager
@@ -127,7 +127,7 @@ def without_pairs(pairs, tmp_path):
 def test_scores_stay_beside_those_of_other_sets(
     translation_config, translated, without_pairs, tmp_path
 ):
-    """Of a run that was moved; numbers say of which checkpoints they are."""
+    """Evaluates a run that was moved; each set of numbers names its checkpoints."""
     run = shutil.copytree(translated.folder, tmp_path / "run")
     tests = [f"{n}={write_pairs(tmp_path, n, 3, seed=int(n))}" for n in ("2016", "2017")]
 
@@ -139,7 +139,7 @@ def test_scores_stay_beside_those_of_other_sets(
     mean = recipes.evaluate(replace(translation_config, fields), run)
     assert kept() == ({"validation", "2016"}, [200, 300])
     assert "200 to 300" in mean.report
-    recipes.pretrain(translation_config, run)  # which is at its end
+    recipes.pretrain(translation_config, run)  # already finished
     assert kept() == ({"validation", "2016"}, [300])
     output = tmp_path / "other.json"
     output.write_text(json.dumps({"workdir": "another", "step": 300, "scores": {"x": {}}}))
@@ -156,7 +156,7 @@ def test_scores_stay_beside_those_of_other_sets(
 
 
 def test_heldout_pairs_with_several_references_are_those_of_the_first(translation_config, tmp_path):
-    """Rows to evaluate on and their fingerprint do not know of further references."""
+    """Further references do not change the held-out rows or their fingerprint."""
     spec = write_pairs(tmp_path, "valid", 12, seed=3)
     third = tmp_path / "third"
     third.write_text("".join(f"other {n}\n" for n in range(12)))

@@ -1,4 +1,4 @@
-"""The text and the page at the end of a run."""
+"""The text report and the page at the end of a run."""
 
 import base64
 import dataclasses
@@ -49,7 +49,7 @@ CURVES = {"train": {"token_loss": [(10, 3.0), (20, 2.0)], "unknown": [(10, 1.0)]
 
 
 def page_of_pretraining(t, *, interrupted=False, folder="runs/it", curves=CURVES) -> str:
-    """Returns a page with an element of `t` wherever a text comes from data, a config or a name."""
+    """Return a page with `t` in place of every text from data, config or names."""
     config = Config(name=t[0], init_from=t[1], recipe="translation")
     subwords = (Subword(t[2], t[3], True, True), Subword(t[4], None, False, True))
     written = Set(
@@ -136,7 +136,7 @@ def test_tokens_are_marked_with_their_originals():
     wrong = '<ruby><mark dir="auto">text2</mark><rt dir="auto">text3</rt></ruby>'
     assert f'<span>text4</span> <u class="suspect">{wrong}</u>' in found  # masked
     assert f'<u class="suspect">{wrong}</u> <span>text4</span>' in found  # replaced
-    assert '<p class="example" dir="auto">' in found  # right to left where the text is
+    assert '<p class="example" dir="auto">' in found  # each text sets its own direction
     for number in ("25%", "50%", "12%"):
         assert number in Page(found).text
 
@@ -155,7 +155,7 @@ POINTS = strategies.lists(
 
 
 def charts_of(curves):
-    """Tags <path> and rows of the page's tables."""
+    """Return the <path> tags and the rows of the page's tables."""
     found = Page(page_of_pretraining(["it"] * 19, curves=curves))
     return [path for path in found.values("d") if "C" not in path], found.texts("tr")
 
@@ -207,7 +207,7 @@ def test_colors_of_figures_follow_the_page():
 
 def test_seeds_settings_and_the_chosen_one():
     found = Page(page_of_tasks(["topics", "accuracy", "it"]))
-    # the mean of 50 and 75 is 62.5; t of one degree of freedom is 12.706, the error 12.5
+    # mean of 50 and 75: 62.5; t with one degree of freedom: 12.706; standard error: 12.5
     assert "-96.3 to 221.3" in found.text
     assert "50.0, 75.0" in found.values("aria-label")
     rows = found.texts("tr")
@@ -224,7 +224,7 @@ NO_GENERATOR = Config(recipe="masked_lm", generator=GeneratorSection(kind="unifo
     ("predict", "config"),
     [
         (held_out_text.fill_in, Config()),
-        (held_out_text.fill_in, NO_GENERATOR),  # masked words have no generator
+        (held_out_text.fill_in, NO_GENERATOR),  # masked_lm has no generator
         (held_out_text.detect, Config()),
     ],
 )
@@ -241,7 +241,7 @@ def test_rows_of_padding_are_not_counted(predict, config, monkeypatch):
 
 @pytest.mark.parametrize("evaluated", [4, 2, 0])
 def test_numbers_are_of_the_last_evaluation(evaluated, tmp_path, monkeypatch):
-    """A run may be ended at a step between two evaluations."""
+    """A run may end at a step between two evaluations."""
     config = Config(name="it", recipe="translation")
     values = {"token_loss": 1.0, "token_accuracy": 0.5, "perplexity": math.e}
     metrics = [{"step": evaluated, "split": "validation", **values}] if evaluated else []
@@ -276,7 +276,7 @@ def test_warnings_are_those_of_the_log():
 
 
 def read(command: str):
-    """Parses a command of a page."""
+    """Parse a command of a page."""
     words = shlex.split(command)
     assert words[:3] == ["python", "-m", "convbert_jax.main"]
     with flagsaver.flagsaver():
@@ -287,7 +287,7 @@ def read(command: str):
 @hypothesis.settings(max_examples=50)
 def test_a_folder_of_any_name_is_quoted(name):
     name = name.replace("\x00", "").replace("://", "")
-    hypothesis.assume(name.encode("utf-8", "ignore").decode() == name)  # others are refused
+    hypothesis.assume(name.encode("utf-8", "ignore").decode() == name)  # other names are refused
     workdir = Workdir("runs/" + name)
     assert shlex.split(commands.resume(workdir))[-1] == f"--workdir={workdir}"
 
@@ -311,7 +311,7 @@ def test_next_commands_are_valid(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["tiny", "translation:tiny"])
 def test_a_run_on_other_text_has_its_own_data(name, tmp_path):
-    """Shards of another corpus in the folder are refused, and its held-out text says nothing."""
+    """Shards of another corpus in the folder are refused; its held-out text is not used."""
     section = "parallel" if "translation" in name else "data"
     old = {f"{section}.source": "text:a", f"{section}.validation_source": "text:b"}
     config = convbert_jax.load_config(name, **old, **{"data.directory": "shards"})
@@ -346,7 +346,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(tmp_path, caplog):
         raise KeyError("a number\nthat is not there")
 
     assert not page.write(Workdir(tmp_path), fail)
-    Workdir(tmp_path).report.mkdir()  # nor can it be written
+    Workdir(tmp_path).report.mkdir()  # a folder in its place: it cannot be written
     assert not page.write(Workdir(tmp_path), lambda: "<p>")
     for record, kind in zip(caplog.records, ("KeyError", "IsADirectoryError"), strict=True):
         assert record.levelname == "WARNING"

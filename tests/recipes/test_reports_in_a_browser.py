@@ -1,4 +1,4 @@
-"""Pages in Chromium: they show all texts and request nothing."""
+"""Pages in Chromium show all texts and send no requests."""
 
 import contextlib
 import pathlib
@@ -20,7 +20,7 @@ ATTACK = '<img src="http://example.invalid/x"><script>document.title = "taken"</
 
 @contextlib.contextmanager
 def proxy() -> Iterator[tuple[str, list[str]]]:
-    """Yields the address of a proxy that answers nothing, and the requests that it received."""
+    """Yield the address of a proxy that answers nothing, and the requests it received."""
     asked = []
 
     class Handler(socketserver.StreamRequestHandler):
@@ -37,7 +37,7 @@ def proxy() -> Iterator[tuple[str, list[str]]]:
 
 
 def browse(folder: pathlib.Path, html: str, *flags: str) -> tuple[str, Sequence[str]]:
-    """Returns what the browser prints, and its requests to the host of ATTACK."""
+    """Return the browser's output and its requests to the host of ATTACK."""
     file = folder / "page.html"
     file.write_text(html)
     with proxy() as (address, asked):

@@ -1,4 +1,4 @@
-"""Each recipe called from Python: it returns the contents of its folder and prints nothing."""
+"""Each recipe called from Python returns the contents of its folder and prints nothing."""
 
 import dataclasses
 import errno
@@ -34,7 +34,7 @@ def resume_command(folder) -> str:
 
 
 def with_data_of(run, config: Config) -> Config:
-    """`config` on the prepared data of `run`."""
+    """Return `config` with the prepared data of `run`."""
     return replace(config, {"data.directory": str(run.folder / "data")})
 
 
@@ -43,7 +43,7 @@ def fail(*arguments, **options):
 
 
 def without_predictions(patch) -> None:
-    """Leaves the predictions for held-out text out of a report, because they compile programs."""
+    """Skip a report's predictions for held-out text, which need further compilation."""
     for name in ("fill_in", "detect"):
         patch.setattr(pretraining.held_out_text, name, lambda *arguments: None)
 
@@ -69,7 +69,7 @@ def test_pretraining_returns_its_numbers(pretrained, pretraining_config, caplog)
 def test_a_finished_run_returns_its_results_again(
     pretrained, pretraining_config, finetuned, finetuning_config, tmp_path, capsys, caplog
 ):
-    """Nothing is printed, jax's settings stay, and one log line describes the run."""
+    """Nothing is printed, JAX's settings are unchanged, and one log line describes the run."""
     device = devices.describe_devices(jax.devices()[:1])
     before = dict(jax.config.values)
     named = replace(pretraining_config, {"train.compile_cache": "/x"})
@@ -82,7 +82,7 @@ def test_a_finished_run_returns_its_results_again(
         with caplog.at_level("INFO", "absl"):
             found.append(start(config, run.folder))
         shapes = abstract_params(Workdir(run.folder).read_config())
-        shapes.pop("head", None)  # each task has its own
+        shapes.pop("head", None)  # the head differs between tasks
         count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
         facts = (config.name, config.recipe, f"{count:,}", str(run.folder / "config.json"), device)
         ours = [r.getMessage() for r in caplog.records if "convbert_jax" in r.pathname]
@@ -97,7 +97,7 @@ def test_a_finished_run_returns_its_results_again(
 
 
 def test_evaluation_gives_the_logged_numbers(pretrained, pretraining_config, tmp_path):
-    """An existing file at --output is replaced only if it is empty or such a file."""
+    """An existing --output file is replaced only if it is empty or a result file."""
     output = tmp_path / "numbers.json"
     for content in ("my notes\n", '{"step": 4}\n', "[]"):
         output.write_text(content)
@@ -186,7 +186,7 @@ def test_a_figure_that_cannot_be_drawn_and_a_damaged_metric_are_warnings(
 
 
 def test_signals_are_heard_while_data_is_prepared(tmp_path, monkeypatch):
-    """The trainer of a vocabulary runs for minutes and handles no signals."""
+    """SIGTERM and SIGINT are handled while a vocabulary is trained, which takes minutes."""
     free = []
 
     def prepare(*_, **__):
@@ -195,7 +195,7 @@ def test_signals_are_heard_while_data_is_prepared(tmp_path, monkeypatch):
     monkeypatch.setattr(prepared.corpora, "prepare", prepare)
     prepared.prepare(Config(), tmp_path)
     prepared.prepare(Config(), tmp_path, runner=object())
-    assert free == [True, False]  # a runner ends its processes itself
+    assert free == [True, False]  # a runner stops its own processes
 
 
 # --- pages ---
@@ -219,7 +219,7 @@ def test_pages_of_real_runs(pretrained, finetuned, monkeypatch):
                 command_line.read(command[2:])
         pages.append(page)
     first, second = pages
-    for line in pretrained.report.splitlines()[1:7]:  # each number of the text is on the page
+    for line in pretrained.report.splitlines()[1:7]:  # the page has these numbers
         name, value, *_ = [part for part in line.split("  ") if part]
         assert f"{name.strip()}{value.strip()}" in first.text
     assert "config.train.batch_size8" in first.text
@@ -229,7 +229,7 @@ def test_pages_of_real_runs(pretrained, finetuned, monkeypatch):
 def test_an_interrupted_run_writes_its_page_at_once(
     pretrained, pretraining_config, tmp_path, monkeypatch
 ):
-    """Nothing is computed for it, because a machine may be taken away within seconds."""
+    """Nothing is computed for the page, since a preempted machine may disappear within seconds."""
     train = pretraining.loop.train
 
     def stopped(*arguments, **options):
@@ -243,12 +243,12 @@ def test_an_interrupted_run_writes_its_page_at_once(
     assert recipes.pretrain(pretraining_config, folder).report == ""
     page = Page((folder / "report.html").read_text())
     assert page.texts("pre") == [resume_command(folder)]
-    value = f"{pretrained.evaluation['mlm_loss']:.3f}"  # of the last evaluation
+    value = f"{pretrained.evaluation['mlm_loss']:.3f}"  # from the last evaluation
     assert any(value in row for row in page.texts("tr"))
 
 
 def stop_after(step: int, monkeypatch) -> None:
-    """As if SIGTERM came during that step."""
+    """Simulate a SIGTERM during that step."""
     asked = iter(range(1, 1000))
 
     def requested(self, done):
@@ -288,7 +288,7 @@ def test_interrupted_tasks_leave_a_page(finetuning_config, tmp_path, monkeypatch
 def test_a_run_that_fails_leaves_a_page_and_its_successor_needs_no_other_folder(
     pretraining_config, pretrained, tmp_path, monkeypatch
 ):
-    """The page and the folder of a run that started from weights which are gone later."""
+    """Covers the page and the moved folder of a run whose initial weights are deleted later."""
     source = shutil.copytree(
         pretrained.folder, tmp_path / "moved", ignore=shutil.ignore_patterns("data")
     )
@@ -296,11 +296,11 @@ def test_a_run_that_fails_leaves_a_page_and_its_successor_needs_no_other_folder(
     np.testing.assert_array_equal(convbert_jax.load(source).encode(["The cat sat."]), before)
     run = tmp_path / "run"
     run.mkdir()
-    # As of a run that was killed after it had gone back.
+    # As if the run had been killed after a rollback.
     kept = {"skipped": [{"after": 2, "batches": 1}]}
     (run / "skipped_batches.json").write_text(json.dumps(kept))
     (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")  # the data lies in a folder by a relative path
+    monkeypatch.chdir(tmp_path / "here")  # the data folder is given by a relative path
     config = replace(pretraining_config, {"data.directory": "shards"})
     config = dataclasses.replace(config, init_from=str(source))
     seen = []
@@ -319,7 +319,7 @@ def test_a_run_that_fails_leaves_a_page_and_its_successor_needs_no_other_folder(
         assert any(row.startswith("3") and "step 2" in row for row in page.texts("tr"))
         seen.clear()
         patch.setattr(pretraining, "_begin_report", lambda *_, **__: {}["mlm_loss"])
-        with pytest.raises(TrainingError):  # a fault of the report does not hide it
+        with pytest.raises(TrainingError):  # an error in the report does not hide it
             recipes.pretrain(config, run)
     recipes.pretrain(config, run)
     moved = shutil.copytree(run, tmp_path / "second")
@@ -333,7 +333,7 @@ def test_a_run_that_fails_leaves_a_page_and_its_successor_needs_no_other_folder(
 
 
 def test_a_run_keeps_to_the_vocabulary_that_it_was_trained_with(pretrained, text, tmp_path):
-    """One of the same size from elsewhere gives the ids of other words."""
+    """Another vocabulary of the same size assigns other ids."""
     run = shutil.copytree(
         pretrained.folder, tmp_path / "run", ignore=shutil.ignore_patterns("data")
     )
@@ -356,7 +356,7 @@ def test_a_run_keeps_to_the_vocabulary_that_it_was_trained_with(pretrained, text
     named = {"tokenizer.path": str(copy), "data.directory": str(tmp_path / "rows")}
     found = recipes.evaluate(replace(config, named), run, frozenset(named))
     assert math.isfinite(found.values["mlm_loss"])
-    copy.write_bytes(before + b"\x1a\x00")  # the same tokens, other bytes
+    copy.write_bytes(before + b"\x1a\x00")  # the same tokens, different bytes
     (run / "config.json").write_text(json.dumps(to_dict(Workdir(pretrained.folder).read_config())))
     with refused(UserError, copy):
         convbert_jax.load(run)

@@ -1,4 +1,4 @@
-"""Runs of language models and of encoder-decoders: training, resuming, starting from weights."""
+"""Language models and encoder-decoders: training, resuming, starting from weights."""
 
 import dataclasses
 import json
@@ -38,8 +38,9 @@ def pairs(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def make(text, pairs):
-    """make(recipe, section__field=value): four steps, a constant rate, so that three are their
-    beginning.
+    """make(recipe, section__field=value): a config of four steps.
+
+    The learning rate is constant, so a run of three steps is a prefix of it.
     """
 
     def make(recipe: str, **fields) -> Config:
@@ -71,7 +72,7 @@ def make(text, pairs):
 
 @pytest.fixture(scope="module")
 def run(make, tmp_path_factory):
-    """run(recipe): (config, result) of a run of four steps, made once."""
+    """run(recipe) -> (config, result) of a run of four steps, cached."""
     made = {}
 
     def run(recipe: str):
@@ -88,7 +89,7 @@ def run(make, tmp_path_factory):
 def test_a_run_resumes_exactly_and_reports_its_metrics(run, recipe, tmp_path):
     config, whole = run(recipe)
     folder = shutil.copytree(whole.folder, tmp_path / "run")
-    shutil.rmtree(folder / "checkpoints" / "4")  # as if killed before it
+    shutil.rmtree(folder / "checkpoints" / "4")  # as if killed before saving it
     again = recipes.pretrain(config, folder)
     assert again.step == whole.step == 4
     assert again.evaluation == whole.evaluation
@@ -100,7 +101,7 @@ def test_a_run_resumes_exactly_and_reports_its_metrics(run, recipe, tmp_path):
     assert found.keys() == set(config.heldout_metrics)
     assert found["perplexity"] == pytest.approx(math.exp(found["token_loss"]))
     assert 0 <= found["token_accuracy"] < 1
-    # With a tenth of the target's probability everywhere, the loss is above the cross-entropy here.
+    # Label smoothing of 0.1 raises the loss above the cross-entropy here.
     assert found["token_loss"] < found["loss"] < 2 * found["token_loss"]
     page = Page((whole.folder / "report.html").read_text())
     number = f"{found['perplexity']:.2f}"
@@ -115,7 +116,7 @@ def test_a_run_resumes_exactly_and_reports_its_metrics(run, recipe, tmp_path):
 
 
 def test_words_of_a_language_model_are_those_of_its_text(run):
-    """Per-word perplexity spreads the same nats over the words and ends of held-out documents."""
+    """Per-word perplexity divides the same nats by the words and ends of held-out documents."""
     config, result = run("causal_lm")
     data = prepared.open_data(config, Workdir(result.folder))
     tokenizer, words, tokens = data.tokenizer, 0, 0
@@ -123,9 +124,9 @@ def test_words_of_a_language_model_are_those_of_its_text(run):
     for batch in data.heldout(mesh)():
         for row, ids in zip(batch["tokens"], batch["segment_ids"], strict=True):
             for document in range(1, ids.max() + 1):
-                piece = row[ids == document][1:]  # all but [CLS] are told,
+                piece = row[ids == document][1:]  # all but [CLS] are predicted,
                 if ids[-1] == document and piece[-1] == tokenizer.special.sep:
-                    piece = piece[:-1]  # and [SEP] where the row cuts a document
+                    piece = piece[:-1]  # except a [SEP] where the row cuts a document
                 words += sum(p.startswith("\u2581") for p in tokenizer.pieces(piece))
                 words += int(piece[-1] == tokenizer.special.sep)
                 tokens += len(piece)
@@ -135,7 +136,7 @@ def test_words_of_a_language_model_are_those_of_its_text(run):
 
 
 def test_a_vocabulary_that_marks_no_blanks_counts_no_words(make, tmp_path):
-    """WordPiece begins one at each sign of punctuation, which no other vocabulary does."""
+    """WordPiece also starts a new word at each punctuation mark."""
     config = make("causal_lm", tokenizer__kind="wordpiece", train__steps=2, train__eval_every=2)
     result = recipes.pretrain(config, tmp_path / "run")
     assert result.evaluation.keys() == {"loss", "token_loss", "token_accuracy", "perplexity"}
@@ -147,7 +148,7 @@ def test_translation_starts_from_span_corruption(make, run, tmp_path):
     config, source = run("span_corruption")
     asked = make("translation", init_from=str(source.folder), model__ffn_size=48)
     found, weights = start.read_start(asked, Workdir(tmp_path / "run"))
-    assert found.model == config.model  # the sizes follow
+    assert found.model == config.model  # sizes come from the source
     assert pathlib.Path(found.tokenizer.path).is_file()
     assert weights.step == 4
     _, there = sources.read_params(Workdir(source.folder), config)
@@ -190,7 +191,7 @@ def test_weights_of_another_kind_are_refused(make, run, pretrained, tmp_path):
         start.read_start(encoder, Workdir(tmp_path / "new"))
 
 
-# recipe -> fields and the parts of the message besides the first field
+# recipe -> fields, and the parts of the message after the first field
 WRONG = {
     "translation": [
         ({"model.embedding_size": 16}, [16]),
@@ -258,7 +259,7 @@ def test_configs_that_cannot_run_are_refused(make, recipe):
 
 
 def test_fields_of_a_mixer_that_the_decoder_alone_has_are_its_own(make):
-    """They were refused where the layers of the encoder have another mixer."""
+    """They are accepted where the encoder's layers use another mixer."""
     values = to_dict(make("translation"))
     layers = values["model"]["layers"]
     values["model"] |= {"mixer": "light", "mixer_fields": ["glu=false"], "kernel_sizes": []}
@@ -278,7 +279,7 @@ def test_too_few_sentinels_are_told_before_anything_is_made(make, tmp_path):
 
 
 def test_a_run_knows_shapes_and_tokens_of_its_batches(run):
-    """Tokens a second count both texts of a batch and their padding."""
+    """Tokens per second count both texts of a batch, including padding."""
     config, result = run("translation")
     data = prepared.open_data(config, Workdir(result.folder))
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
@@ -302,7 +303,8 @@ def test_a_batch_that_does_not_split_is_refused_before_anything(make, tmp_path, 
         recipes.pretrain(config, tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
     mesh = sharding.make_mesh(config.mesh, jax.devices())
-    prepared.check_batches(dataclasses.replace(config, recipe="translation"), mesh)  # made to fit
+    # Translation fits its batches to the devices.
+    prepared.check_batches(dataclasses.replace(config, recipe="translation"), mesh)
 
 
 def test_spans_whose_lengths_do_not_split_are_refused(make):

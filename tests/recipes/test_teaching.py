@@ -1,4 +1,4 @@
-"""Distillation: a student of two layers, and a teacher of four from a folder."""
+"""Distillation: a two-layer student and a four-layer teacher read from a folder."""
 
 import contextlib
 import dataclasses
@@ -60,7 +60,7 @@ def shared(text, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def teachers(shared, tmp_path_factory) -> dict:
-    """Recipe -> folder of a run: four layers, twice as wide as the student, random weights."""
+    """Recipe -> folder of a run: four layers, twice the student's width, random weights."""
     folders = {}
     paragraphs = pathlib.Path(shared["data__source"].removeprefix("text:")).read_text()
     for recipe in ("masked_lm", "replaced_token"):
@@ -96,7 +96,7 @@ def make(shared, teachers, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def taught(make, tmp_path_factory):
-    """Recipe -> config as requested, and the run."""
+    """Recipe -> (config as requested, run)."""
     found = {}
     for recipe in ("masked_lm", "replaced_token"):
         mixer = "mixed" if recipe == "masked_lm" else "attention"
@@ -121,7 +121,7 @@ def test_a_student_of_another_mixer_and_width(taught, recipe):
             value = line["mlm_loss"] + config.objective.discriminator_weight * found
         value += sum(line[name] for name in parts - {"distill_logits"})
         assert line["loss"] == pytest.approx(value, rel=1e-4)
-    # An evaluation does not run the teacher.
+    # Evaluation does not run the teacher.
     assert set(result.evaluation) == set(config.heldout_metrics)
     panels = pretraining_report.choose_panels(pretraining_report.arrange_curves(train))
     assert parts <= {name for panel in panels for name in panel.metrics}
@@ -158,7 +158,7 @@ def test_another_teacher_is_refused_and_a_moved_one_is_not(taught, make, teacher
     recipes.pretrain(dataclasses.replace(config, distillation=there), result.folder)
     other = tmp_path / "other"
     shutil.copytree(teachers["masked_lm"], other)
-    shutil.rmtree(other / "checkpoints" / "4")  # the weights of step 2
+    shutil.rmtree(other / "checkpoints" / "4")  # leaves the weights of step 2
     there = dataclasses.replace(config.distillation, teacher=str(other))
     with refused(TeacherError, field="config.distillation.teacher", value=str(other)):
         recipes.pretrain(dataclasses.replace(config, distillation=there), result.folder)
@@ -168,7 +168,7 @@ def test_another_teacher_is_refused_and_a_moved_one_is_not(taught, make, teacher
 
 
 def test_a_run_goes_on_where_its_teacher_and_vocabulary_have_moved(taught, teachers, tmp_path):
-    """It uses its own copy of the teacher's vocabulary, and no other one."""
+    """The run uses its own copy of the teacher's vocabulary and accepts no other one."""
     _, result = taught["masked_lm"]
     run, moved = tmp_path / "run", tmp_path / "moved"
     shutil.copytree(result.folder, run)
@@ -192,7 +192,7 @@ def test_a_run_goes_on_where_its_teacher_and_vocabulary_have_moved(taught, teach
 
 
 def test_a_plan_counts_the_teacher(make, tmp_path):
-    """Memory includes its parameters, time its forward pass."""
+    """Memory includes the teacher's parameters, time its forward pass."""
     alone = recipes.plan(make(teacher=""), tmp_path / "run", topology="gpu:h100").numbers
     plan = recipes.plan(make(), tmp_path / "run", topology="gpu:h100")
     numbers = plan.numbers
@@ -219,7 +219,7 @@ def test_a_run_without_a_teacher_gets_none_later(teachers, make, tmp_path):
 
 
 def test_what_a_student_learns_from_logits_alone(make, tmp_path):
-    """On one batch its outputs come closer to those of the teacher."""
+    """On one batch, the student's outputs approach the teacher's."""
     asked = make(
         distillation__labels_weight=0.0,
         model__dropout=0.0,
@@ -232,7 +232,7 @@ def test_what_a_student_learns_from_logits_alone(make, tmp_path):
 
 
 def learn(asked, folder, steps):
-    """Returns the losses of some steps on one batch of random tokens."""
+    """Return the losses of `steps` steps on one batch of random tokens."""
     config, _ = starting.read_start(asked, Workdir(folder))
     teacher = teaching.open_teacher(config)
     devices = jax.devices()[:1]

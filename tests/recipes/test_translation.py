@@ -1,4 +1,4 @@
-"""A translator: generated texts, their scores and settings, and predictions."""
+"""Translation models: generated texts, scores, decoding settings, and predictions."""
 
 # ruff: noqa: RUF001  (full-width punctuation)
 
@@ -47,7 +47,7 @@ def test_after_training_the_heldout_pairs_are_written_and_scored(translated, pai
     folder = translated.folder / "evaluation" / "step-300"
     written, right = texts_of(folder, "validation"), texts_of(folder, "validation.reference")
     assert len(written) == len(right) == 24
-    assert right == [translate(text) for text in texts_of(folder, "validation.source")]  # raw
+    assert right == [translate(text) for text in texts_of(folder, "validation.source")]
     scores = translated.scores["validation"]
     assert scores["bleu"] == pytest.approx(
         sacrebleu.corpus_bleu(written, [right], lowercase=False).score
@@ -119,7 +119,7 @@ def test_an_evaluation_scores_test_sets_too_by_the_mean_of_checkpoints(
     }
     (line,) = {line for line in result.report.splitlines() if "beam 3" in line}
     assert not [part for part in ("length^1", "1.5", "10", "200", "300") if part not in line]
-    assert result.values != translated.evaluation  # by the mean
+    assert result.values != translated.evaluation  # evaluated with averaged checkpoints
 
 
 def test_the_mean_of_checkpoints(translation_config, translated):
@@ -134,7 +134,8 @@ def test_the_mean_of_checkpoints(translation_config, translated):
         )
         jax.tree.map(np.testing.assert_array_equal, mean, wanted)
     assert reading.read_mean(workdir, translation_config)[0] == (300,)
-    found, alone = reading.read_mean(workdir, config, 100)  # of a short trial: what there is
+    # At step 100 there is only one checkpoint to average.
+    found, alone = reading.read_mean(workdir, config, 100)
     assert found == (100,)
     jax.tree.map(np.testing.assert_array_equal, alone, parts[100])
 
@@ -190,7 +191,7 @@ def test_what_is_right_has_all_points_and_what_is_wrong_none(recipe, wanted):
     ],
 )
 def test_a_script_without_spaces_needs_score_words(recipe, text, caplog):
-    """Otherwise a perfect translation has a BLEU of 0."""
+    """Without it, a perfect translation has a BLEU of 0."""
     right = [text] * 4
     text_scores.score(recipe, right, one_each(right), str, "intl")
     (record,) = caplog.records
@@ -211,7 +212,7 @@ def test_a_script_without_spaces_needs_score_words(recipe, text, caplog):
 def test_references_that_the_vocabulary_cannot_write_are_told(
     translation_config, translated, tmp_path, caplog
 ):
-    """Full-width punctuation, which no output of a vocabulary with NFKC has."""
+    """Uses full-width punctuation, which a vocabulary with NFKC cannot produce."""
     spec = write_pairs(tmp_path, "test", 5)
     target = tmp_path / "test.bb"
     target.write_text(target.read_text().replace(".", "！"))
@@ -222,7 +223,7 @@ def test_references_that_the_vocabulary_cannot_write_are_told(
 
 
 def test_rouge_counts_words_of_any_script_where_they_are_asked_for(caplog):
-    """rouge-score alone finds no word in them, which is said."""
+    """rouge-score alone finds no words in Cyrillic text, which is logged."""
     right = ["Дождь идёт, и ветер дует.", "Снег лежит во дворе."]
     ours = ["Дождь идёт, но ветер дует.", "Снег лежит на дворе."]
     found = text_scores.score("summarization", ours, one_each(right), str, "intl")
@@ -362,7 +363,7 @@ def test_predictions_that_cannot_be_made_are_refused(predict, output, options, m
 def test_a_vocabulary_of_the_same_size_from_elsewhere_is_refused(translated, tmp_path):
     run = shutil.copytree(translated.folder, tmp_path / "run")
     model = run / "vocabulary" / "tokenizer.model"
-    model.write_bytes(model.read_bytes() + b"\x1a\x00")  # the same pieces, as other bytes
+    model.write_bytes(model.read_bytes() + b"\x1a\x00")  # the same pieces, different bytes
     with refused(UserError, model):
         convbert_jax.load(run)
 
