@@ -215,7 +215,7 @@ def test_seeds_settings_and_the_chosen_one():
     assert "learning rate 0.0001, 3 epochsdiverged21" in rows
 
 
-# --- what the numbers are of ---
+# --- numbers ---
 
 NO_GENERATOR = Config(recipe="masked_lm", generator=GeneratorSection(kind="uniform"))
 
