@@ -1,4 +1,4 @@
-"""Models of every kind with random weights, and predict() to put a question to them."""
+"""Models of every kind with random weights, and predict() to query them."""
 
 import csv
 import gzip
@@ -43,7 +43,7 @@ def as_table(delimiter, rows, names) -> str:
 
 
 def stop_after(chunks, monkeypatch):
-    """Makes prediction end like a Ctrl-C after some chunks."""
+    """Interrupt prediction after some chunks, like Ctrl-C."""
     answer, left = prediction_stream.answer_rows, iter(range(chunks))
 
     def stops(*arguments):
@@ -56,7 +56,7 @@ def stop_after(chunks, monkeypatch):
 
 @pytest.fixture(scope="session")
 def models(make_config, vocabulary, tmp_path_factory):  # noqa: F811
-    """Name -> the folder of a model with random weights, as fine-tuning keeps it."""
+    """Name -> folder of a model with random weights, as saved by fine-tuning."""
     found = {}
     for name, outputs in MODELS.items():
         fields = {"task.texts": outputs.columns, "finetune.tasks": ("own",), "task.id": "key"}
@@ -65,7 +65,7 @@ def models(make_config, vocabulary, tmp_path_factory):  # noqa: F811
         config = replace(make_config(finetune__buckets=()), fields)
         own = replace(config, {f"outputs.{k}": v for k, v in vars(outputs).items()})
         params = jax.device_get(build(FinetunedModel, own)[1](jax.random.key(3)))
-        params = jax.tree.map(lambda leaf: 9 * leaf, params)  # outputs that differ
+        params = jax.tree.map(lambda leaf: 9 * leaf, params)  # makes outputs differ
         found[name] = tmp_path_factory.mktemp(name) / "model"
         task = SimpleNamespace(name="own", outputs=outputs)
         run.save_model(Workdir(found[name]), config, task, vocabulary, params, 1, 0)
@@ -74,7 +74,7 @@ def models(make_config, vocabulary, tmp_path_factory):  # noqa: F811
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once():
-    """Models are read and compiled once for all tests."""
+    """Read and compile each model once for all tests."""
     known: dict = {}
 
     def once(function, key):
@@ -94,7 +94,7 @@ def _compiled_once():
 
 @pytest.fixture
 def predict(models, tmp_path):
-    """predict(model, content of the input, its name, the output's, …) -> what was written."""
+    """predict(model, input content, input name, output name, ...) -> the output's content."""
 
     def call(model, content, name="in.txt", output="out.jsonl", **options):
         data = content if isinstance(content, bytes) else content.encode()

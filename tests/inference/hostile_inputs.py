@@ -1,4 +1,4 @@
-"""What nobody means to have predicted, by name: bytes, JSON, tables."""
+"""Malformed and unusual prediction inputs by name: bytes, text, JSON and tables."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Folders for others predict as the runs that they are of."""
+"""Exported models predict the same as their runs."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from tests.refusals import refused
 
 @pytest.fixture(scope="module")
 def exported(models, tmp_path_factory):
-    """Name -> the folder that the model was exported to."""
+    """Name -> folder of the exported model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(certificate, "pytorch_is_there", lambda: False)
         folder = tmp_path_factory.mktemp("exported")
@@ -29,7 +29,7 @@ def exported(models, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["one", "pair", "number", "tags", "answers"])
 def test_an_exported_folder_predicts_as_its_run(predict, models, exported, monkeypatch, name):
-    """From a table with the columns of training, and from plain lines."""
+    """Compares predictions for a table with the training columns and for plain lines."""
     names = MODELS[name].columns
     table = as_table(",", [PAIRS[n][: len(names)] for n in range(3)], names)
     lines = "\n".join("\t".join(pair[: len(names)]) for pair in PAIRS)
@@ -51,7 +51,7 @@ def test_an_exported_folder_predicts_as_its_run(predict, models, exported, monke
 def test_a_folder_that_does_not_say_what_it_reads(
     predict, models, exported, monkeypatch, tmp_path, caplog
 ):
-    """One text is assumed, with a warning that names the flag; the flag is right."""
+    """One text per row is assumed, with a warning that names --texts, which fixes it."""
     lines = "\n".join("\t".join(pair) for pair in PAIRS)
     expected = predict("pair", lines)
     folder = tmp_path / "theirs"
@@ -75,7 +75,7 @@ def test_a_folder_that_does_not_say_what_it_reads(
 
 
 def test_a_teacher_of_another_number_of_texts(models, exported, tmp_path):
-    """Runs and folders of ours say how many they read; one that does not is asked for both."""
+    """Runs and our exports store how many texts they read; other folders follow the task."""
 
     def task(texts):
         return LabelledTask("own", "classification", texts, LABELS, (), (), lambda split: [])
@@ -99,7 +99,7 @@ def test_a_teacher_of_another_number_of_texts(models, exported, tmp_path):
 def test_taggers_and_answerers_that_do_not_say_how_long(
     predict, models, exported, monkeypatch, tmp_path, caplog
 ):
-    """What is assumed is said; rows as short as the model's have room for a context."""
+    """The assumed length is logged; short rows still leave space for a context."""
     for name in ("tags", "answers"):
         shutil.copytree(exported[name], tmp_path / name)
         file = tmp_path / name / "config.json"

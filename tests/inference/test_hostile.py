@@ -1,4 +1,4 @@
-"""Input files that nobody means to predict are answered or refused with one sentence."""
+"""Malformed input files: each is answered row by row or refused in one sentence."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.inference.conftest import MODELS
 from tests.inference.hostile_inputs import HOSTILE
 
 NAMED = ("in.txt", "in.csv", "in.tsv", "in.jsonl", "in.json", "in.txt.gz", "in.conll")
-# The readers are the same for all models: one model reads everything, the others what is theirs.
+# All models share the readers, so only one model reads every input.
 OF_MODEL = {
     "one": tuple(HOSTILE),
     "pair": ("nothing", "bytes", "tab", "empty first", *(n for n in HOSTILE if n[:5] == "texts")),
@@ -19,7 +19,7 @@ OF_MODEL = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_hostile_inputs_are_answered_or_refused(predict, tmp_path, model):
-    """Under seven names each: an answer for every row, or one sentence and no output."""
+    """Under each of seven file names: one answer per row, or one sentence and no output."""
     for name in OF_MODEL[model]:
         content = HOSTILE[name]
         content = content if isinstance(content, bytes) else content.encode()

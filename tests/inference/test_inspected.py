@@ -1,4 +1,4 @@
-"""A fine-tuned model is looked into as any other."""
+"""--mode=inspect on a fine-tuned model."""
 
 import json
 

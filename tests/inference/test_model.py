@@ -1,5 +1,7 @@
-"""Models from anywhere, applied to texts: the numbers of the network itself, whatever else is in a
-batch, and one sentence for what a model does not have.
+"""Loaded models of every format, applied to texts.
+
+Outputs equal the network's own, independent of the batch; unsupported calls are refused in one
+sentence.
 """
 
 import ast
@@ -27,7 +29,7 @@ from tests.interop.conftest import make_run  # noqa: F401
 from tests.refusals import refused
 
 TEXTS = ["the a of", "stone light", "", ("sun", "a of"), "badar", "over"]
-# Attention alone compiles in half the time.
+# Attention-only models compile in half the time.
 KINDS = {
     "separate": {},
     "reads padding": {"mask_convolution": False},
@@ -35,14 +37,14 @@ KINDS = {
     "shared": {"mixer": "attention", "generator": {"kind": "shared"}},
     "uniform": {"mixer": "attention", "generator": {"kind": "uniform"}},
     "masked words": {"mixer": "attention", "recipe": "masked_lm"},
-    # of attention alone a TensorFlow checkpoint does not tell how many heads it has
+    # a TensorFlow checkpoint with attention only does not store its number of heads
     "wordpiece": {"tokenizer": {"kind": "wordpiece"}},
 }
 
 
 @pytest.fixture(scope="module")
 def opened(make_run):  # noqa: F811
-    """opened(kind) -> (model, folder of its run), made once."""
+    """opened(kind) -> (model, folder of its run), cached."""
     known = {}
 
     def make(kind):
@@ -55,8 +57,9 @@ def opened(make_run):  # noqa: F811
 
 
 def directly(model, folder, function, rows, types=None, **arguments):
-    """What a method of the run's own model gives: for all rows with padding behind them, or where
-    that is read one row after the other.
+    """Apply a method of the run's network to `rows`, padded on the right.
+
+    Networks that read padding get one row at a time.
     """
     if model.config.encoder.reads_padding and len(rows) > 1:
         types = types or [None] * len(rows)
@@ -76,7 +79,7 @@ def directly(model, folder, function, rows, types=None, **arguments):
 
 
 def rows_of(model, text):
-    """(ids of a row, its types) as the documentation of the house has them."""
+    """Return (ids of a row, its types) as documented."""
     special, parts = model.tokenizer.special, (text,) if isinstance(text, str) else text
     ids, types = [special.cls], [0]
     for number, part in enumerate(model.tokenizer.encode(parts)):
@@ -118,13 +121,13 @@ def test_nothing_depends_on_the_batch(opened, kind):
 
 @pytest.mark.parametrize("kind", ["separate", "reads padding"])
 def test_few_shapes_are_compiled(opened, kind):
-    """For rows of more lengths, also where the network was trained to read padding."""
+    """Few lengths are compiled, including for networks that read padding."""
     _, folder = opened(kind)
     model = convbert_jax.load(folder)
     texts = [" ".join(["sun"] * n) for n in range(1, 12)] * 2
     assert len({len(tokens) for tokens in model.tokenize(texts)}) > 4
     model.encode(texts, batch_size=2)
-    assert model.network("main").programs == 3  # 8, 12 and 16 tokens
+    assert model.network("main").programs == 3  # padded to 8, 12 and 16 tokens
     model.encode(texts, batch_size=2)
     assert model.network("main").programs == 3
 
@@ -139,7 +142,7 @@ def test_layers_are_not_unrolled_on_a_cpu(make_run):  # noqa: F811
 
 
 def test_a_model_in_use_imports_nothing_of_other_software(opened):
-    """They cost seconds of a start."""
+    """Such imports would slow down every start by seconds."""
     program = (
         "import sys, convbert_jax\n"
         f"print(convbert_jax.load({str(opened('separate')[1])!r}).encode(['the sun']).shape)\n"
@@ -172,7 +175,7 @@ def test_programs_are_kept_for_the_next_start(make_run, tmp_path, monkeypatch): 
 def test_long_texts_are_cut_and_it_is_said(opened, caplog):
     model, _ = opened("separate")
     long = " ".join(["stone"] * 40)
-    assert model.length == 16  # what it was trained with; it has 24 positions
+    assert model.length == 16  # the training length; it has 24 positions
     with caplog.at_level(logging.WARNING, "absl"):
         assert len(model.encode(long, pooling="none")) == 16
         assert [record.args[1:] for record in caplog.records] == [(1, 1, 16)]
@@ -219,7 +222,7 @@ def test_holes_are_filled_by_the_generator(opened, kind):
     (logits,) = directly(model, folder, "generate", [ids], positions=places)
     probabilities = np.exp(logits - logits.max(-1, keepdims=True))
     probabilities /= probabilities.sum(-1, keepdims=True)
-    # with longer and shorter ones beside it, of other numbers of holes
+    # batched with longer and shorter texts that have other numbers of masks
     found = model.fill_mask(["[MASK]", text, "the a of [MASK]"], top_k=60)
     assert [len(f) for f in found] == [60, 2, 60]
     for hole, expected in zip(found[1], probabilities, strict=True):
@@ -249,7 +252,7 @@ def test_suspects_are_those_of_the_discriminator(opened, kind):
 
 
 def test_what_stands_after_a_hole_is_no_begin_of_a_text(opened):
-    """SentencePiece puts a blank before each piece of text that it is given."""
+    """SentencePiece puts a blank before each piece of text it encodes."""
     tokenizer = opened("separate")[0].tokenizer
     mask = tokenizer.special.mask
     whole = tokenizer.encode(["xr"])[0]
@@ -261,7 +264,7 @@ def test_what_stands_after_a_hole_is_no_begin_of_a_text(opened):
     assert "".join(tokenizer.pieces(rest)) == "\u2581r"
 
 
-# --- From anywhere ---
+# --- Other formats ---
 
 
 @pytest.mark.parametrize("kind", ["separate", "masked words", "reads padding"])
@@ -269,7 +272,7 @@ def test_an_exported_folder_is_the_same_model(opened, kind, tmp_path):
     model, folder = opened(kind)
     conversion.export(folder, output=tmp_path / "hf")
     theirs = convbert_jax.load(tmp_path / "hf")
-    assert theirs.length == 24  # positions: the folder does not say what it was trained with
+    assert theirs.length == 24  # its positions: the folder does not store the training length
     texts = ["the a of", "stone"]
     np.testing.assert_allclose(theirs.encode(texts), model.encode(texts), atol=2e-5)
     ours, found = (m.fill_mask("the [MASK]", top_k=3) for m in (model, theirs))
@@ -291,7 +294,7 @@ def test_a_tensorflow_checkpoint_needs_its_vocabulary(opened, make_run, tmp_path
     theirs = convbert_jax.load(tmp_path / "tf", vocabulary=model.tokenizer.path)
     texts = ["the a of", "stone"]
     np.testing.assert_allclose(theirs.encode(texts), model.encode(texts), atol=2e-5)
-    beside = tmp_path / "tf" / "vocab.txt"  # all that the demo and --mode=inspect can be told
+    beside = tmp_path / "tf" / "vocab.txt"  # found without a flag
     beside.write_text("\n".join(model.tokenizer.entries) + "\n")
     np.testing.assert_allclose(
         convbert_jax.load(tmp_path / "tf").encode(texts), model.encode(texts), atol=2e-5
@@ -313,7 +316,7 @@ def test_a_checkpoint_of_a_run_is_chosen_by_its_step(opened):
 def test_a_run_of_another_machine_is_loaded_here(make_run, caplog):  # noqa: F811
     folder, _ = make_run()
     values = json.loads((folder / "config.json").read_text())
-    values.pop("crc32")  # it is changed by hand
+    values.pop("crc32")  # edited by hand below
     values["platform"] = "tpu"
     values["model"] |= {"convolution": "pallas_tpu", "attention_dropout": 0.0}
     (folder / "config.json").write_text(json.dumps(values))
@@ -326,7 +329,7 @@ def test_a_run_of_another_machine_is_loaded_here(make_run, caplog):  # noqa: F81
 
 
 class Table:
-    """As those of pandas and polars, which give the names of their columns one by one."""
+    """A table like those of pandas and polars: iterating it gives the column names."""
 
     columns = ("text", "label")
 
@@ -364,7 +367,7 @@ def test_predictions_are_those_of_the_command_line(name, models, predict):
         assert ("error" in ours) == ("error" in theirs)
         assert ours["id"] == theirs["id"]
     assert model.predict([]) == []
-    alone = model.predict({} if name != "one" else INPUTS[name][0])  # a dict, as it is one row
+    alone = model.predict({} if name != "one" else INPUTS[name][0])  # one dict is one row
     assert alone["id"] == 0
     assert ("error" in alone) == (name != "one")
     assert model.encode("the sun").shape == (16,)
@@ -382,7 +385,7 @@ def test_a_single_row_and_rows_that_cannot_be_predicted(models):
         model.predict(Table())
 
 
-# --- What a model does not have ---
+# --- Errors ---
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A device that is too small for a model in use: one sentence with what was done and its knob."""
+"""Out of device memory in a loaded model: the error names the work and the setting to change."""
 
 from types import SimpleNamespace
 
@@ -18,14 +18,14 @@ def take_too_much(_):
 
 @pytest.fixture
 def small_device(monkeypatch):
-    """One on which every batch takes more than there is, as it is told when it is fetched."""
+    """Every batch runs out of memory when its result is fetched."""
 
     monkeypatch.setattr(evaluation, "jax", SimpleNamespace(device_get=take_too_much))
 
 
 def check(error, work, knob):
     told = str(error.value)
-    for part in (f"while {work}", knob, "1125899906842624"):  # the last: bytes asked for
+    for part in (f"while {work}", knob, "1125899906842624"):  # the last: bytes requested
         assert part in told
     assert "takes of a device parameters" in told
 
@@ -60,7 +60,7 @@ def test_loading(monkeypatch):
 
 @pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])
 def test_jaxlib_raises_one_of_two(kind):
-    """Seen in a process with many libraries, of the same call that raises the first elsewhere."""
+    """jaxlib raises ValueError instead of JaxRuntimeError in some processes."""
     with (
         refused(memory.OutOfMemoryError, "counting", "7 bytes"),
         memory.explain_out_of_memory("counting", "count less"),

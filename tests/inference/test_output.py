@@ -1,4 +1,4 @@
-"""What prediction writes: as a table or as lines, whole or not at all, by one process."""
+"""Prediction output: tables and lines, written completely or not at all, by one process."""
 
 import csv
 import errno
@@ -58,7 +58,7 @@ def test_columns_that_are_named_as_ours(predict):
         predict("one", json.dumps(objects[0]))
 
 
-ODD = [  # columns that a table spells differently where they are ours
+ODD = [  # columns with reserved names, which a table renames or serializes
     ({"text": "sun", "words": [{"w": "a"}]}, "words", '[{"w": "a"}]'),
     ({"text": "sun", "probabilities": {}}, "input_probabilities", "{}"),
     ({"text": "sun", "texts": ["other"]}, "texts", '["other"]'),
@@ -122,7 +122,7 @@ def test_an_output_that_cannot_be_locked_is_written(predict, monkeypatch, caplog
 
 
 def test_numbers_that_are_none(predict, monkeypatch):
-    """NaN is no JSON: from an input it is null, from a model an error."""
+    """NaN is not valid JSON: an input NaN becomes null, a model's NaN an error."""
     (line,) = predict("one", '{"text": "sun", "n": NaN, "m": 1e999, "o": [-Infinity, 1.5]}')
     assert (line["n"], line["m"], line["o"]) == (None, None, [None, 1.5])
     said = [{"prediction": "bad", "probabilities": {"bad": math.nan, "good": math.nan}}]
@@ -137,7 +137,7 @@ def test_numbers_that_are_none(predict, monkeypatch):
 
 
 def test_a_model_of_nan_gives_no_answers(models, predict, monkeypatch):
-    """Not even the answer that there is none."""
+    """It must not report "no answer" either."""
     text = "the sun\ta moon over the tree"
     assert math.isfinite(predict("answers", text)[0]["null_odds"])
     config, params, tokenizer = finetuned.read_finetuned(str(models["answers"]), None)

@@ -1,4 +1,4 @@
-"""What prediction reads, under which names, and the rows that cannot be predicted."""
+"""Prediction input: the rows and columns that are read, and rows that cannot be predicted."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ TABLES = {
 
 @pytest.mark.parametrize("name", TABLES)
 def test_what_fine_tuning_read_can_be_predicted(predict, name):
-    """By the columns of training; labels and the rest come along, so that rows join."""
+    """Files with the training columns; labels and other columns are copied to the output."""
     expected = predict("one", "\n".join(row[0] for row in REVIEWS))
     found = predict("one", TABLES[name], name)
     assert [line["id"] for line in found] == ["a", "b", "c"]
@@ -111,7 +111,7 @@ def test_training_files_without_a_header(models, predict, monkeypatch):
 
 @pytest.mark.parametrize("number", [True, False])
 def test_columns_by_number(models, predict, monkeypatch, number):
-    """As in training: the texts, the id, and the label that new text lacks."""
+    """Columns by position as in training: the texts and the id; new text has no label."""
     config, *rest = finetuned.read_finetuned(str(models["one"]), None)
     names = {"label": "-1", "id": "0", "texts": ("1",)}
     if not number:
@@ -129,7 +129,7 @@ def test_columns_by_number(models, predict, monkeypatch, number):
         assert [(line["id"], line["review"]) for line in found] == [
             ("a", "the sun"), ("1", "a moon"),
         ]  # fmt: skip
-    assert predict("one", "1\ta moon", "a.tsv")[0]["review"] == "a moon"  # it is no header
+    assert predict("one", "1\ta moon", "a.tsv")[0]["review"] == "a moon"  # not a header
 
 
 def test_ids_by_number_in_lists(models, predict, monkeypatch):
@@ -142,7 +142,7 @@ def test_ids_by_number_in_lists(models, predict, monkeypatch):
 
 @pytest.mark.parametrize("columns", [("words", "tag"), ("words", "pos", "tag"), ()])
 def test_words_without_tags(models, predict, monkeypatch, columns):
-    """A tagger that learned from columns reads the words alone too."""
+    """A tagger trained on column files also reads words without tags."""
     config, *rest = finetuned.read_finetuned(str(models["tags"]), None)
     own = {"task.columns": columns, "task.label": "tag", "task.train": "train.conll"}
     word = columns[:1] or ("0",)
@@ -164,7 +164,7 @@ def test_words_without_tags(models, predict, monkeypatch, columns):
 
 @pytest.mark.parametrize("name", ["in.txt", "in.jsonl", "in.json"])
 def test_what_is_too_deep_to_be_written(predict, name):
-    """It is a fault of its row; what is as deep as anyone writes comes out again."""
+    """Nesting of 100 or more levels is an error of its row; 99 levels are copied."""
     rows = [f'{{"text": "sun", "x": {"[" * depth}{"]" * depth}}}' for depth in (99, 100, 700)]
     content = f"[{','.join(rows)}]" if name == "in.json" else "\n".join(rows)
     found = predict("one", content, name)
@@ -186,7 +186,7 @@ def test_as_many_columns_as_the_model_reads(predict):
 
 
 def test_each_row_has_its_answer(predict, caplog):
-    """One bad line stops nothing, and shifts nothing."""
+    """A bad line neither stops the prediction nor shifts later answers."""
     lines = [b"the sun", b"", b"caf\xe9", b'{"texts": 5}', b'{"text": "x', b"  ", b"a moon", b""]
     with caplog.at_level(logging.WARNING):
         found = predict("one", b"\n".join(lines) + b"\n")
@@ -225,11 +225,11 @@ def test_half_of_a_surrogate_pair_stops_no_other_row(name, models):
     assert "line 1" in found[0]["error"]
     assert "character 0" in found[0]["error"]
     assert ["error" in line for line in found] == [True, False, True, True]
-    json.dumps(found, ensure_ascii=False).encode("utf-8")  # can be written and sent
+    json.dumps(found, ensure_ascii=False).encode("utf-8")  # can be serialized
 
 
 def test_a_context_without_a_token_stops_no_other(predict):
-    """A blank that is none for Python, and no token for the vocabulary."""
+    """Uses a zero-width space: Python does not strip it, and the vocabulary drops it."""
     found = predict("answers", "the sun\ta moon\nthe sun\t\u200b\n\u200b\tover\nthe sun\ta moon")
     starts = [line.get("error", "")[:6] for line in found]
     assert starts == ["", "line 2", "line 3", ""]

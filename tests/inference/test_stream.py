@@ -1,4 +1,4 @@
-"""Rows as they come: an order that stays, going on after a stop, and pipes."""
+"""Streaming rows: stable order, resuming after a stop, and pipes."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from tests.refusals import refused
 
 
 def test_a_stopped_prediction_goes_on(predict, models, tmp_path, monkeypatch, caplog):
-    """After what is whole of it, if that is of these rows and of this model."""
+    """Continues after the last complete row, if the input and the model are unchanged."""
     monkeypatch.setattr(prediction_stream, "AT_ONCE", 4)
     text = "\n".join(f"{'river ' * (n % 5)}stone {n}" if n % 7 else "" for n in range(30))
     expected = predict("one", text)
@@ -44,7 +44,7 @@ def test_a_stopped_prediction_goes_on(predict, models, tmp_path, monkeypatch, ca
     with refused(DataError, "line 2", path=unfinished):
         predict("one", text.replace("river", "house"))
     assert unfinished.read_bytes() == kept
-    with monkeypatch.context() as patch:  # the same folder, trained further
+    with monkeypatch.context() as patch:  # the same folder after more training
         config, params, tokenizer = finetuned.read_finetuned(str(models["one"]), None)
         trained = jax.tree.map(lambda leaf: leaf * 1.01, params)
         patch.setattr(finetuned, "read_finetuned", lambda *_: (config, trained, tokenizer))
@@ -69,7 +69,7 @@ def test_a_stopped_prediction_goes_on(predict, models, tmp_path, monkeypatch, ca
 
 
 def test_what_is_kept_is_compared_as_it_was_written(predict, monkeypatch, caplog):
-    """NaN is null in the output, and a column that is named as ours has another name there."""
+    """NaN is null in the output, and reserved column names are renamed there."""
     monkeypatch.setattr(prediction_stream, "AT_ONCE", 2)
     odd = ['"prediction": "x", "error": 1', '"n": NaN, "m": [1e999]', '"id": -Infinity']
     text = (
@@ -84,14 +84,14 @@ def test_what_is_kept_is_compared_as_it_was_written(predict, monkeypatch, caplog
     with caplog.at_level(logging.INFO):
         assert predict("one", text) == expected
     counts = [[a for a in record.args or () if isinstance(a, int)] for record in caplog.records]
-    assert counts.count([4]) == 2  # resumed, and the summary without the earlier rows
+    assert counts.count([4]) == 2  # "resumed" and the summary, which excludes the earlier rows
     assert [5] in counts
 
 
 def test_texts_that_are_cut_are_told_once(models, caplog):
     predictor = finetuned.make_predictor(*finetuned.read_finetuned(str(models["one"]), None), "f4")
     predictor._told_cut = False
-    full = predictor._config.finetune.length - 2  # words of a token each
+    full = predictor._config.finetune.length - 2  # words of one token each
     with caplog.at_level(logging.WARNING):
         for words in (3, full):
             predictor.answer([Example("0", ("a " * words,), None)])
@@ -115,10 +115,10 @@ def test_questions_that_are_cut_are_told_once(predict, models, caplog):
 
 
 def test_words_that_are_not_read_have_no_tag(predict, models, caplog):
-    """Neither a label nor a probability is made up for them; what is read is as without them."""
+    """Truncated words get null; the other words are predicted as without them."""
     predictor = finetuned.make_predictor(*finetuned.read_finetuned(str(models["tags"]), None), "f4")
     predictor._told_cut = False
-    words, count = ["a", "b"] * 10, 14  # of a token each, beside [CLS] and [SEP]
+    words, count = ["a", "b"] * 10, 14  # one token each, in addition to [CLS] and [SEP]
     rows = [{"words": words}, {"words": words[:count]}, {"words": ["e" * 40]}]
     content = "\n".join(map(json.dumps, rows))
     with caplog.at_level(logging.WARNING):
@@ -147,7 +147,7 @@ def test_long_files_keep_their_order(predict, monkeypatch):
 
 
 def test_a_line_in_a_line_out(models, tmp_path):
-    """On a pipe each line is answered before the next one is written, a burst in large chunks."""
+    """On a pipe each line is answered before the next is written; bursts are read in chunks."""
     source, target = tmp_path / "source", tmp_path / "target"
     os.mkfifo(source)
     os.mkfifo(target)
@@ -187,7 +187,7 @@ def test_a_line_in_a_line_out(models, tmp_path):
             lines.write(b"the sun %d\n" % number)
             assert json.loads(answers.readline())["texts"] == [f"the sun {number}"]
             waited.append(time.monotonic() - start)
-        assert min(waited[1:]) < 1.0  # the first one is compiled
+        assert min(waited[1:]) < 1.0  # the first one compiles
         assert sizes == [1, 1, 1, 1]
         burst = b"".join(b"a moon %d\n" % number for number in range(5_000))
         threading.Thread(target=lambda: (lines.write(burst), lines.close())).start()
@@ -200,7 +200,7 @@ def test_a_line_in_a_line_out(models, tmp_path):
 
 
 def test_whoever_reads_may_have_enough(models, tmp_path):
-    """As `head -1` has; no error, and nothing is waited for."""
+    """Like `head -1`: no error, and prediction stops at once."""
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_text("the sun\n" * 20_000)
     os.mkfifo(target)

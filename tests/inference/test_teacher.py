@@ -1,4 +1,4 @@
-"""A teacher among several devices: each process asks for itself."""
+"""A teacher on several devices: each process computes its own rows on one local device."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The writer: what it writes to a text depends on nothing but the text, in few programs."""
+"""The writer: each output depends only on its text, and few programs are compiled."""
 
 import dataclasses
 import functools
@@ -43,8 +43,9 @@ def config_of(recipe, **fields):
 
 @functools.cache
 def make_writer(tokenizer, recipe="translation", special=0.0, **fields):
-    """A writer whose weights are large and all different; words that stand for no text get
-    `special` more.
+    """Return a writer with large random weights.
+
+    The embeddings of special tokens are multiplied by `special`, unless 0.
     """
     config = config_of(recipe, **fields)
     rng = np.random.default_rng(1)
@@ -92,7 +93,7 @@ def assert_same(ours, wanted):
     ],
 )
 def test_a_text_in_a_batch_is_as_alone(recipe, method, fields, tokenizer):
-    """The longest is beside shorter ones, which must not write more for it."""
+    """In a batch, a short text must not generate more because of a longer one."""
     writer, decoding = make_writer(tokenizer, recipe, **fields), METHODS[method]
     together = writer.write(TEXTS, decoding)
     assert len({answer.texts[0].text for answer in together}) >= 3
@@ -140,14 +141,14 @@ def test_the_best_come_first_and_sampling_has_a_seed(tokenizer):
 
 
 def test_every_shape_is_compiled_once(tokenizer):
-    """Lines of a pipe come alone: two lengths that they are padded to are two programs."""
+    """Single lines, as on a pipe, are padded to two lengths, which compile two programs."""
     writer = make_writer(tokenizer, seed=1)
     for text in TEXTS:
         writer.write([text], METHODS["greedy"])
     assert writer.programs == 2
     for text in ("d e", "a", "c " * 36, "i j " * 5):
         writer.write([text], METHODS["greedy"])
-    assert writer.programs == 3  # 40 tokens are the third length, the last there is
+    assert writer.programs == 3  # 40 tokens is the third and longest length
 
 
 def test_what_stands_for_no_text_is_not_written(tokenizer):
@@ -158,7 +159,7 @@ def test_what_stands_for_no_text_is_not_written(tokenizer):
         patch.setattr(Texts, "barred", property(lambda self: ()))
         loose = Writer(writer.config, writer._params, (tokenizer, tokenizer), jnp.dtype("float32"))
     found = loose.write(TEXTS, METHODS["greedy"])
-    assert any("[" in answer.texts[0].text for answer in found)  # or the first half says nothing
+    assert any("[" in answer.texts[0].text for answer in found)  # the first check is not vacuous
 
 
 @pytest.mark.parametrize("recipe", ["translation", "causal_lm"])
@@ -192,7 +193,7 @@ def test_learned_positions_are_enough_for_what_is_written(tokenizer):
 
 def test_a_source_that_is_cut_is_written_to_as_its_beginning(tokenizer, caplog):
     writer = make_writer(tokenizer, "summarization", parallel__cut_sources=True)
-    longest = "a b c " * 13  # 39 words and the end mark
+    longest = "a b c " * 13  # 39 words and [SEP]
     decoding = decoding_of(length_extra=20, beam=2)
     with caplog.at_level("INFO", logger="absl"):
         whole, cut = writer.write([longest, longest + "a b"], decoding)
@@ -277,7 +278,7 @@ def test_every_text_is_dealt_once_and_batches_hold_no_more_than_asked(lengths, t
     [("causal_lm", ("prompt", "text"), True), ("translation", ("aa", "source", "text"), False)],
 )
 def test_lines_and_tables_that_a_writer_reads(recipe, columns, empty, tmp_path):
-    """An empty prompt is one; an empty source is a row with a problem, in its place."""
+    """An empty prompt is valid; an empty source is an error for that row."""
     config = config_of(recipe, parallel__columns=("aa", "bb"))
     reads = reading.describe_model_input(config)
     assert [name for (name,) in reads.columns] == list(columns)
@@ -294,7 +295,7 @@ def test_lines_and_tables_that_a_writer_reads(recipe, columns, empty, tmp_path):
 
 
 def test_a_tsv_without_a_header_is_read_as_in_training(tmp_path):
-    """By the number of the column, unless the first line names it."""
+    """Columns are identified by position, unless the first line names them."""
     config = config_of("translation", parallel__source="tsv:train.tsv")
     reads = reading.describe_model_input(config)
     (tmp_path / "a.tsv").write_text("a b\tx\nc\ty\n")
