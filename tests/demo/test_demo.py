@@ -33,7 +33,7 @@ from tests.refusals import refused
 
 @pytest.fixture(scope="module")
 def folder(make_run) -> str:  # noqa: F811
-    """A run with a generator and a discriminator of random weights."""
+    """A run with a generator and a discriminator with random weights."""
     return str(make_run()[0])
 
 
@@ -133,7 +133,7 @@ def test_bad_requests_are_refused(client):
     ],
 )
 def test_only_names_of_this_machine_are_answered(client, host, code):
-    """Another site may point its own name here."""
+    """DNS rebinding: another site may point its own host name here."""
     assert client.get("/", headers={"Host": host}).status_code == code
     asked = client.post("/replaced", json={"texts": ["a"]}, headers={"Host": host})
     assert asked.status_code == code
@@ -199,7 +199,7 @@ def test_the_program_serves_until_it_is_stopped(folder):
     ],
 )
 def test_a_wrong_command_line_exits_with_an_error(arguments, code, mentions, monkeypatch, capsys):
-    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # it would stay for other tests
+    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # it would affect other tests
     monkeypatch.setattr(sys, "argv", ["demo", *arguments])
     with pytest.raises(SystemExit) as ended:
         command.main()
@@ -210,7 +210,7 @@ def test_a_wrong_command_line_exits_with_an_error(arguments, code, mentions, mon
 
 @contextlib.contextmanager
 def served(model) -> Iterator[str]:
-    """Yields the address of the page."""
+    """Yield the address of the page."""
     server = demo.make_server(demo.make_app(model), 0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -222,7 +222,7 @@ def served(model) -> Iterator[str]:
 
 
 def ask(tab: browser.Tab, ability: str, text: str) -> str:
-    """Enters a text, presses the button and returns the answer that the page shows."""
+    """Enter a text, press the button and return the answer shown on the page."""
     section = f"document.getElementById({ability!r})"
     tab.evaluate(
         f"{section}.querySelector('textarea').value = {json.dumps(text)};"
@@ -235,7 +235,7 @@ def ask(tab: browser.Tab, ability: str, text: str) -> str:
 @browser.needs_chromium
 def test_the_page_in_a_browser(model, tmp_path):
     hostile = '<img src=x onerror="document.title = 1"><script>document.title = 2</script>'
-    # The first two share a character, as those of one outside of the vocabulary.
+    # The first two share a character, like pieces of a character missing from the vocabulary.
     tokens = [
         {"token": "x", "start": 0, "end": 1, "probability": 0.25},
         {"token": "[UNK]", "start": 0, "end": 2, "probability": 0.75},
