@@ -1,4 +1,4 @@
-"""Networks and runs with random weights, large enough that a mistake anywhere shows."""
+"""Networks and runs with random weights, scaled so that any mistake changes the outputs."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from convbert_jax.training.checkpoints import saving as checkpoint
 from convbert_jax.workdir import Workdir
 
 WORDS = "the a of river stone light under over small great house tree water fire sun moon star"
-SECONDS, MEGABYTES = 10, 1_000  # of reading a hostile file
+SECONDS, MEGABYTES = 10, 1_000  # limits for reading a hostile file
 
 
 def make_config(
@@ -33,8 +33,13 @@ def make_config(
     finetune=None,
     **model,
 ) -> Config:
-    """A small config; `pairs` is objective.sentence_pairs, the others but `recipe` and `model` are
-    fields of their sections.
+    """Return a small config.
+
+    Args:
+      recipe: config.recipe.
+      pairs: objective.sentence_pairs.
+      generator, tokenizer, outputs, finetune: fields of these sections.
+      **model: fields of config.model.
     """
     small = dict(layers=2, hidden_size=32, embedding_size=16, heads=4, ffn_size=64, positions=24)
     values = to_dict(Config(recipe=recipe))
@@ -53,7 +58,7 @@ def make_config(
 
 
 def random_params(config: Config, seed: int = 0):
-    """Parameters drawn independently, scales around 1."""
+    """Draw independent parameters: mean 1 for scales and 0 for others, standard deviation 0.2."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
@@ -64,18 +69,18 @@ def random_params(config: Config, seed: int = 0):
 
 
 def random_parts(seed=0, **fields) -> tuple[Config, dict[str, networks.Network]]:
-    """A config and its networks with random weights."""
+    """Return a config and its networks with random weights."""
     config = make_config(**fields)
     return config, networks.split(config, random_params(config, seed))
 
 
 def random_network(name="main", seed=0, **fields) -> networks.Network:
-    """One network of a run with random weights."""
+    """Return one network of a run with random weights."""
     return random_parts(seed, **fields)[1][name]
 
 
 def with_head(network, head: str, labels: tuple[str, ...], seed=0) -> networks.Network:
-    """The encoder of `network` with another head."""
+    """Return the encoder of `network` with a different head."""
     rng = np.random.default_rng(seed)
     shapes = modules.shapes(network.embeddings, network.encoder, {head: len(labels)})
     parameters = {
@@ -90,8 +95,9 @@ def with_head(network, head: str, labels: tuple[str, ...], seed=0) -> networks.N
 
 @pytest.fixture(scope="session")
 def make_run(tmp_path_factory):
-    """make_run(**fields of make_config) -> (folder, config) of a run with one checkpoint, each time
-    a folder of its own; `change` is applied to its parameters.
+    """make_run(**fields of make_config) -> (folder, config) of a run with one checkpoint.
+
+    Each call returns a new folder. `change` is applied to the parameters.
     """
     made = {}
 
@@ -120,25 +126,25 @@ def make_run(tmp_path_factory):
 
 @pytest.fixture
 def without_pytorch(monkeypatch):
-    """Exports are not compared with PyTorch's classes, which takes seconds."""
+    """Skip the comparison of exports with PyTorch's classes, which takes seconds."""
     monkeypatch.setattr(certificate, "pytorch_is_there", lambda: False)
 
 
 def assert_same(first: networks.Network, second: networks.Network) -> None:
-    """Every parameter equal to the bit."""
+    """Compare every parameter bit by bit."""
     assert first.parameters.keys() == second.parameters.keys()
     for path, array in first.parameters.items():
         np.testing.assert_array_equal(array, second.parameters[path], err_msg=path)
 
 
 def write_entries(folder: pathlib.Path, entries) -> pathlib.Path:
-    """A vocab.txt."""
+    """Write vocab.txt and return its path."""
     (folder / "vocab.txt").write_text("".join(f"{e}\n" for e in entries), encoding="utf-8")
     return folder / "vocab.txt"
 
 
 def edit_config(folder: pathlib.Path, **fields) -> None:
-    """Changes fields of config.json; "absent" removes one."""
+    """Change fields of config.json; "absent" removes a field."""
     file = folder / "config.json"
     content = json.loads(file.read_text()) | fields
     file.write_text(json.dumps({k: v for k, v in content.items() if v != "absent"}))
@@ -146,12 +152,12 @@ def edit_config(folder: pathlib.Path, **fields) -> None:
 
 @contextlib.contextmanager
 def limits():
-    """Fails where reading takes too long or too much memory."""
+    """Fail if reading takes too long or too much memory."""
 
     def stop(*_):
         raise TimeoutError(f"still reading after {SECONDS} seconds")
 
-    with contextlib.suppress(OSError):  # not on every system; then only a new peak is seen
+    with contextlib.suppress(OSError):  # elsewhere only a new peak is detected
         pathlib.Path("/proc/self/clear_refs").write_text("5")
     before = _peak()
     previous = signal.signal(signal.SIGALRM, stop)
@@ -165,7 +171,7 @@ def limits():
 
 
 def _peak() -> float:
-    """Megabytes of memory this process has held at once."""
+    """Return the peak memory of this process in megabytes, or 0 if unknown."""
     with contextlib.suppress(OSError):
         status = pathlib.Path("/proc/self/status").read_text()
         return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024

@@ -1,4 +1,4 @@
-"""Conversions between runs, folders of Hugging Face and checkpoints of TensorFlow 1."""
+"""Conversions between runs, Hugging Face folders and TensorFlow 1 checkpoints."""
 
 import dataclasses
 import resource
@@ -40,7 +40,7 @@ def run(make_run):
 
 @pytest.fixture(scope="module")
 def exported(run):
-    """The run as a folder of Hugging Face, its networks as one of TensorFlow."""
+    """The run as a Hugging Face folder and as a TensorFlow checkpoint."""
     return {form: conversion.export(run[0], form=form) for form in ("huggingface", "tensorflow1")}
 
 
@@ -50,7 +50,7 @@ def networks_of(folder):
 
 
 def plain(config, **fields):
-    """The config of a user who does not know the sizes."""
+    """Return the config of a user who does not know the sizes."""
     start = make_config(layers=3, recipe=config.recipe, mask_convolution=False)
     return matching.replace(start, fields)
 
@@ -73,7 +73,7 @@ def test_a_run_as_a_folder(run, exported):
 
 @pytest.mark.parametrize("form", ["huggingface", "tensorflow1"])
 def test_there_and_back(run, exported, tmp_path, form):
-    """Run -> folder or checkpoint -> run: every parameter to the bit, and the moments."""
+    """Run -> export -> run: all parameters are bit-identical; exported moments are zero."""
     folder, config = run
     imported, report = importing.import_run(str(exported[form]), plain(config), tmp_path / "back")
     assert not report.initialized
@@ -107,7 +107,7 @@ def test_any_format_becomes_any_other(run, exported, tmp_path, of, form):
 
 
 def test_step_and_moments_of_a_checkpoint_go_on(run, tmp_path):
-    """Into a run, and into another checkpoint, there without the generator."""
+    """Converts to a run, and to another checkpoint without the generator."""
     folder, config = run
     parts = networks_of(folder)
     moments = tuple(split(config, random_params(config, seed)) for seed in (1, 2))
@@ -163,7 +163,7 @@ def test_masked_convolution_is_kept(make_run, tmp_path):
         assert imported.model.mask_convolution
 
 
-# --- Refusals of exports and imports ---
+# --- Errors of exports and imports ---
 
 
 def test_folders_are_replaced_only_if_they_are_ours(run, tmp_path):
@@ -193,7 +193,7 @@ def test_folders_are_replaced_only_if_they_are_ours(run, tmp_path):
 
 @pytest.mark.parametrize("form", ["huggingface", "tensorflow1", "stablehlo"])
 def test_a_full_disk_keeps_the_old_export(run, tmp_path, form):
-    """A limit on the size of files stands in for it."""
+    """A file size limit simulates the full disk."""
     out = tmp_path / "out"
     conversion.export(run[0], form=form, output=out)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -280,7 +280,7 @@ def test_weights_that_are_no_numbers(make_run, tmp_path, value):
             read(place)
 
 
-# --- Damage of an export ---
+# --- Damaged exports ---
 
 
 def test_a_generator_that_is_gone(exported, tmp_path, caplog):
@@ -353,13 +353,13 @@ def test_sizes_and_vocabulary_are_those_of_the_weights(run, exported, tmp_path, 
     assert "--config.model.heads=4" in caplog.text
     expected = sources.read_params(Workdir(folder), config)[1]
     jax.tree.map(np.testing.assert_array_equal, recipes.fill(found, source), expected)
-    assert recipes.read_start(found, Workdir(tmp_path))[0] == found  # as written to config.json
-    # Once it has checkpoints of its own the source is not asked again.
+    assert recipes.read_start(found, Workdir(tmp_path))[0] == found  # as in config.json
+    # Once the run has its own checkpoints, the source is not read again.
     assert recipes.read_start(found, Workdir(folder))[1] is None
 
 
 def test_a_resumed_run_keeps_the_sizes_it_took(run, exported, tmp_path):
-    """The command is the same one, and the weights are gone."""
+    """The same command works after the source weights are deleted."""
     begun, second = tmp_path / "begun", tmp_path / "second"
     start = start_from(run[1], exported["huggingface"], **OTHER_SIZES)
     taken = recipes.read_start(start, Workdir(begun))[0]
@@ -391,7 +391,7 @@ def test_weights_that_do_not_fit_are_refused(run, exported, tmp_path):
     tokenizer.entries[10] += "x"
     with refused(ConversionError, "10", field="config.tokenizer.path", path=tokenizer.path):
         importing.check_vocabulary(read, tokenizer)
-    other = dataclasses.replace(config, init_from="somewhere")  # of a run from random weights
+    other = dataclasses.replace(config, init_from="somewhere")  # the run has random weights
     with refused(WorkdirError, "config.init_from"), Workdir(folder).open(other):
         pass
 

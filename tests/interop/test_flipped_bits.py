@@ -1,6 +1,6 @@
-"""One flipped bit in any file of a checkpoint: right values, an older checkpoint, or a refusal.
+"""One flipped bit in a checkpoint file: correct values, an older checkpoint, or an error.
 
-More of them: CONVBERT_FLIPS=500 python -m pytest tests/interop/test_flipped_bits.py -s
+More flips: CONVBERT_FLIPS=500 python -m pytest tests/interop/test_flipped_bits.py -s
 """
 
 import collections
@@ -28,13 +28,13 @@ from convbert_jax.training.checkpoints import saving as checkpoint
 from convbert_jax.workdir import Workdir
 from tests.interop.conftest import make_config, random_params
 
-FLIPS = int(os.environ.get("CONVBERT_FLIPS", "8"))  # over all readers together
+FLIPS = int(os.environ.get("CONVBERT_FLIPS", "8"))  # total over all readers
 STEPS = (3, 4)
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
 
 def place(tree):
-    """Shapes of a state, onto one device."""
+    """Return the shapes of a state, placed on one device."""
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
 
@@ -49,7 +49,13 @@ def make_state(config, step: int):
 
 @dataclasses.dataclass
 class Reader:
-    """`read(folder)` gives a tree of arrays that tells the step; `steps` are those to read."""
+    """A function that reads a checkpoint.
+
+    Attributes:
+      folder: the folder to read.
+      read: read(folder) -> a tree of arrays, different for each step.
+      steps: the steps that may be read, preferred first.
+    """
 
     folder: pathlib.Path
     read: object
@@ -58,7 +64,7 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def readers(make_run, tmp_path_factory):
-    """Everything that reads a checkpoint, each with a folder to read."""
+    """Every function that reads a checkpoint, with a folder to read."""
     folder, config = make_run(step=STEPS[0], layers=1)
     shutil.rmtree(folder / "checkpoints")
     section = dataclasses.replace(config.checkpoint, best_metric="auc")
@@ -107,7 +113,7 @@ def as_bytes(tree) -> list[bytes]:
 
 
 def read_or_refuse(reader: Reader, folder: pathlib.Path) -> list[bytes] | str:
-    """What is read, or the sentence that refuses it."""
+    """Return the values that are read, or the error message."""
     with warnings.catch_warnings(action="error"):
         try:
             return as_bytes(reader.read(folder))
@@ -124,7 +130,7 @@ def flip(file: pathlib.Path, rng: random.Random) -> str:
 
 
 def test_no_flipped_bit_is_read_as_a_value(readers, tmp_path, caplog):
-    """In turn in the largest file, which has most bytes, and in any file."""
+    """Flips alternate between the largest file and a random one."""
     rng = random.Random(FLIPS)
     counts = collections.Counter()
     for name, reader in readers.items():
@@ -160,7 +166,7 @@ def test_no_flipped_bit_is_read_as_a_value(readers, tmp_path, caplog):
 
 
 def test_a_refusal_is_one_line(readers, tmp_path):
-    """In a process: the interpreter prints nothing more when it exits."""
+    """Run in a subprocess, to check that the interpreter prints nothing else on exit."""
     copy = pathlib.Path(shutil.copytree(readers["init_from"].folder, tmp_path / "run"))
     for file in (copy / "checkpoints" / "4" / "params").glob("ocdbt.process_0/d/*"):
         content = bytearray(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Folders and checkpoints as others publish them: what they leave out, pad, or split up."""
+"""Folders and checkpoints published by others: missing, padded or split parts."""
 
 import json
 import shutil
@@ -37,14 +37,14 @@ BERT = {"recipe": "masked_lm", "mixer": "attention", "embedding_size": 32}
 
 
 def write_checkpoint(folder, entries):
-    """A checkpoint of 60 rows with a vocab.txt alone; a config that fits."""
+    """Write a checkpoint of 60 rows with only a vocab.txt; return a matching config."""
     config, parts = random_parts(mask_convolution=False)
     tensorflow1.write_checkpoint(folder / "model.ckpt-7", parts, step=7)
     write_entries(folder, entries)
     return config
 
 
-# --- The settings of a vocabulary ---
+# --- Vocabulary settings ---
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(("files", "mentions"), OTHERS)
 def test_a_tokenizer_that_ours_cannot_be_is_refused(tmp_path, files, mentions):
-    """Its vocabulary would give other ids without a word."""
+    """Its vocabulary alone would silently give different ids."""
     path = write_entries(tmp_path, UNCASED)
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
@@ -102,14 +102,14 @@ def test_a_tokenizer_that_ours_cannot_be_is_refused(tmp_path, files, mentions):
 
 @pytest.mark.parametrize("name", ["BertTokenizer", "ConvBertTokenizerFast", None])
 def test_the_usual_tokenizers_are_read(tmp_path, name):
-    """As versions 4 and 5 of transformers write them, quick and slow."""
+    """As written by transformers 4 and 5, fast and slow."""
     path = write_entries(tmp_path, UNCASED)
     special = [{"content": entry, "id": i, "special": True} for i, entry in enumerate(SPECIAL)]
     special.append({"content": "<e>", "id": 60, "special": True})
     settings = {
         CLASS: name,
         "tokenize_chinese_chars": True,
-        "do_basic_tokenize": False,  # the quick ones, which all use, do not read it
+        "do_basic_tokenize": False,  # fast tokenizers, which everyone uses, ignore it
         "never_split": None,
         "mask_token": {"content": "[MASK]", "__type": "AddedToken"},
         "additional_special_tokens": ["<f>"],
@@ -142,7 +142,7 @@ def test_sentencepiece_with_usual_classes_is_read(tmp_path):
 
 
 def test_another_vocabulary_may_be_named(tmp_path):
-    """The way out of the refusals above."""
+    """The workaround for the refusals above."""
     start = write_checkpoint(tmp_path, UNCASED)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenize_chinese_chars": false}')
     with refused(UserError, "tokenize_chinese_chars", "vocabulary='vocab.txt'"):
@@ -154,7 +154,7 @@ def test_another_vocabulary_may_be_named(tmp_path):
 
 
 def test_a_cased_checkpoint_stays_cased(tmp_path, monkeypatch):
-    """Exported and imported; an import that was killed leaves no run without its vocabulary."""
+    """Checks the export, the import, and a retry after an interrupted import."""
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -175,11 +175,11 @@ def test_a_cased_checkpoint_stays_cased(tmp_path, monkeypatch):
     assert not config.tokenizer.strip_accents
 
 
-# --- Fields that the user named ---
+# --- Fields set by the user ---
 
 
 def import_with(folder, start, fields, given=None):
-    """(the config of a run with fields of the user's, a config of fine-tuning with them)."""
+    """Import with fields set by the user; return (requested config, config of the run)."""
     start, given = matching.replace(start, fields), set(fields) if given is None else given
     config, _ = importing.import_run(str(folder), start, folder / "run", given)
     return start, config
@@ -244,7 +244,7 @@ def test_named_fields_that_contradict_are_refused(tmp_path):
     assert config.model.attention_dropout == 0.25
 
 
-# --- An output in the place of its source ---
+# --- Output path equals source path ---
 
 
 def test_an_export_onto_its_source_is_refused(make_run, tmp_path):
@@ -263,7 +263,7 @@ def test_an_export_onto_its_source_is_refused(make_run, tmp_path):
     assert Workdir(exported / "run").read_config()
 
 
-# --- Vocabularies of another size ---
+# --- Vocabulary size differs ---
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -284,7 +284,7 @@ def test_padded_tables_are_refused_with_the_way_out(tmp_path, beside):
 
 
 def test_ids_without_a_row_are_refused_wherever_texts_become_ids(tmp_path):
-    """A row that does not exist would be read as the last one."""
+    """A missing row would be read as the last one."""
     start = write_checkpoint(tmp_path, [*UNCASED, "more"])
     with refused(ConversionError, 60, value=61, path=tmp_path / "vocab.txt"):
         importing.import_run(str(tmp_path), start, tmp_path / "run")
@@ -301,7 +301,7 @@ def test_ids_without_a_row_are_refused_wherever_texts_become_ids(tmp_path):
     assert not out.exists()
 
 
-# --- Folders of Hugging Face, checkpoints of TensorFlow ---
+# --- Hugging Face folders, TensorFlow checkpoints ---
 
 
 def test_a_folder_without_a_model_type(tmp_path):
@@ -314,7 +314,7 @@ def test_a_folder_without_a_model_type(tmp_path):
         huggingface.read_folder(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore")  # PyTorch's, of arrays that are read-only
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns about read-only arrays
 def test_shards_that_pytorch_pickled(tmp_path):
     torch = pytest.importorskip("torch")
     network = random_network(**BERT)

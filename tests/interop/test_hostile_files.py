@@ -1,5 +1,6 @@
-"""A damaged or hostile folder or checkpoint is read as it was written, or refused in one line,
-quickly and in little memory.
+"""Damaged or hostile folders and checkpoints are read correctly or refused.
+
+Errors have one line, and reading is limited in time and memory.
 """
 
 import json
@@ -30,7 +31,7 @@ MARK = "exported_by_convbert_jax.json"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder of Hugging Face, and what is in it."""
+    """A Hugging Face folder and its networks."""
     place = tmp_path_factory.mktemp("sound") / "folder"
     network = random_network(generator={"kind": "uniform"}, mask_convolution=False)
     huggingface.write_network(place, network, pad_id=0)
@@ -39,7 +40,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A checkpoint of TensorFlow, and what is in it."""
+    """A TensorFlow checkpoint and its networks."""
     place = tmp_path_factory.mktemp("sound") / "checkpoint"
     _, networks = random_parts(mask_convolution=False)
     tensorflow1.write_checkpoint(place / "model.ckpt-7", networks, step=7, moments=(networks,) * 2)
@@ -47,7 +48,7 @@ def checkpoint(tmp_path_factory):
 
 
 def is_read(place, sound) -> bool:
-    """Whether it is read, and then as it was written; else it is refused in one line."""
+    """Return True if `place` is read correctly, False if it is refused in one line."""
     with limits():
         try:
             found, refusal = sources.read_source(str(place)), ""
@@ -63,7 +64,7 @@ def is_read(place, sound) -> bool:
 
 
 def write(name: str, content):
-    """A change of a folder: another content of a file, or something else made in its place."""
+    """Return a change of a folder: replace a file's content, or create it with `content(path)`."""
 
     def change(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
@@ -93,7 +94,7 @@ VALUES |= st.lists(st.integers(), max_size=2) | st.sampled_from([0, 1, 2, 3, 64,
 
 
 def test_a_wrong_size_is_refused(folder, tmp_path):
-    """Each size with each wrong value."""
+    """Every size field with every wrong value."""
     place, sound = folder
     copy = Path(shutil.copytree(place, tmp_path / "it"))
     original = (copy / "config.json").read_text()
@@ -136,7 +137,7 @@ def tensor(dtype="F32", shape=(1,), offsets=(0, 4)):
 
 
 def retyped(kind: str):
-    """Every tensor as another type of the same width, or with four times the numbers."""
+    """Change all dtypes: to the same width, or to one byte with four times the elements."""
 
     def change(folder: Path) -> None:
         data = (folder / "model.safetensors").read_bytes()
@@ -152,7 +153,7 @@ def retyped(kind: str):
 
 
 def shards(table):
-    """The weights are in a.safetensors, and in b.safetensors too."""
+    """Store the weights in both a.safetensors and b.safetensors."""
 
     def change(folder: Path) -> None:
         shutil.copy(folder / "model.safetensors", folder / "b.safetensors")
@@ -241,7 +242,7 @@ HUGGING_FACE = {
         "tokenizer.json", '{"model": {"max_input_chars_per_word": 1e9}}'
     ),
 }
-# Fields without effect, or with a default, may be anything.
+# Fields that have no effect or a default accept anything.
 HARMLESS = {
     "architectures of numbers": fields(architectures=[7]),
     "labels by the million": lambda folder: fields(id2label={str(i): "x" for i in range(300_000)})(
@@ -267,7 +268,7 @@ RESTART = bytes(4) + (1).to_bytes(4, "little")
 
 
 def table_of(block: bytes, *, kind=0, index: bytes | None = None, index_kind=0) -> bytes:
-    """A table with one data block and right checksums; `index` replaces its index."""
+    """Return a table of one data block with valid checksums; `index` replaces its index."""
 
     def sealed(content: bytes, kind: int) -> bytes:
         stored = content + bytes([kind])
@@ -288,12 +289,12 @@ def entry_of(shared: int, key: bytes, value: bytes) -> bytes:
 
 
 def index(make):
-    """The index that `make` returns."""
+    """Replace the index with the result of `make`."""
     return lambda folder: write(INDEX, make())(folder)
 
 
 def rows(change):
-    """The index with changed entries."""
+    """Change entries of the index."""
 
     def make(folder: Path) -> None:
         found = dict(sorted_table.read_table((folder / INDEX).read_bytes()))
@@ -304,7 +305,7 @@ def rows(change):
 
 
 def entry(name=VARIABLE, size_of_data=0, **claims):
-    """One variable with other claims; the data file is made `size_of_data` long, of holes."""
+    """Change fields of one variable's entry; extend the data file to `size_of_data` (sparse)."""
 
     def make(folder: Path) -> None:
         def change(found):
@@ -334,7 +335,7 @@ HEADER = entry_of(0, b"", HeaderProto(num_shards=1).SerializeToString())
 
 
 def copies() -> bytes:
-    """Snappy: one long literal, then copies of one byte, each from its beginning."""
+    """Snappy: one long literal, then 1-byte copies from the start of the output."""
     literal, count = bytes(700_000), 100_000
     packed = bytes([62 << 2]) + (len(literal) - 1).to_bytes(3, "little") + literal
     packed += (bytes([3]) + len(literal).to_bytes(4, "little")) * count
@@ -342,7 +343,7 @@ def copies() -> bytes:
 
 
 def long_keys(first=b"", value=b"") -> bytes:
-    """Keys that share 4,000 bytes with the one before."""
+    """Keys that share 4,000 bytes with the previous key."""
     block = first + entry_of(0, b"k" * 4_000, value)
     others = (entry_of(4_000, i.to_bytes(3, "big"), value) for i in range(300_000))
     return block + b"".join(others) + RESTART

@@ -1,4 +1,4 @@
-"""A model taken apart into networks and put together again."""
+"""Splitting a model into networks and joining them again."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ KINDS = {
     "uniform": {"generator": {"kind": "uniform"}},
     "shared": {"generator": {"kind": "shared"}},
     "untied": {"generator": {"tie_embeddings": False}},
-    # of 16 channels they would be those that an untied generator of 16 channels may have
+    # with 16 channels this would equal an untied generator with 16 channels
     "disentangled": {"embedding_size": 32, "generator": {"disentangle_embeddings": True}},
     "disentangled, narrow": {"generator": {"disentangle_embeddings": True, "size": 0.25}},
     "small generator": {"generator": {"size": 0.25, "release_heads": True}},
@@ -45,12 +45,12 @@ def test_networks_give_parameters_and_config_back(kind):
     parts = networks.split(config, params)
     zeros = jax.tree.map(np.zeros_like, params)
     back, report = networks.join(config, parts, zeros)
-    # What was folded into a sum comes back as a difference.
+    # Unfolding the sum of embeddings rounds.
     most = 1e-6 if kind.startswith("disentangled") else 0
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=most), params, back)
     assert not report.initialized
     assert not report.ignored
-    # From another model; what no network tells stays.
+    # Starting from another config, fields that the networks do not determine stay.
     start = dataclasses.replace(make_config(layers=3, recipe=config.recipe))
     fields = matching.derive_fields(parts, start)
     derived = matching.replace(start, fields)
@@ -68,7 +68,7 @@ def test_networks_give_parameters_and_config_back(kind):
 
 
 def test_disentangled_embeddings_are_read_as_their_sum():
-    """Exports, fine-tuning and `load` all take what `split` gives."""
+    """Exports, fine-tuning and `load` all use the result of `split`."""
     config = make_config(**KINDS["disentangled"])
     params = random_params(config)
     parts = networks.split(config, params)
@@ -137,7 +137,7 @@ def test_other_sizes_and_tied_embeddings_are_refused():
         networks.join(other, parts, random_params(other))
     different = matching.differences(matching.derive_fields(parts, other), other)
     assert different == {"model.ffn_size": (64, 128)}
-    # As wide as the discriminator's, so only the values tell them apart.
+    # The same width as the discriminator, so only the values differ.
     _, parts = random_parts(embedding_size=16, generator={"tie_embeddings": False})
     tied = make_config(embedding_size=16)
     with refused(ConversionError, "tie_embeddings=false"):
@@ -175,7 +175,7 @@ def test_another_spelling_of_the_same_layers_fits(kind):
     for config in (spelled, flat):
         for other in (parts, networks.outline(flat)):
             sources.check_fits(sources.Source("run", other), config)
-    # Other sizes follow, where stages alone were given.
+    # Other sizes are derived too if only the stages were set.
     wide = make_config(layers=4, hidden_size=64, **SPELLINGS[kind])
     given = ("model.stages", "model.layers")
     fields = matching.derive_fields(networks.outline(wide), spelled)

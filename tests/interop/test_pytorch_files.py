@@ -1,4 +1,4 @@
-"""PyTorch files: tensors are read to the bit, damage is refused, and nothing is executed."""
+"""PyTorch files: tensors are bit-identical, damage is refused, no code is executed."""
 
 import argparse
 import collections
@@ -53,7 +53,7 @@ def save(torch, tmp_path):
 
 
 def read_or_refuse(path) -> dict[str, tuple] | str:
-    """(dtype, shape, bytes) of all tensors by name, or the message of the refusal."""
+    """Return {name: (dtype, shape, bytes)} of all tensors, or the error message."""
     with limits():
         try:
             found = pytorch.to_arrays(path, pytorch.read(path))
@@ -132,7 +132,7 @@ def test_without_a_safe_pytorch_an_error_names_the_extra(save, torch, monkeypatc
 
 @FORMATS
 def test_no_flipped_bit_of_an_archive_changes_a_value(save, tensors, archive):
-    """A single file has no checksums: there a flipped bit is no other exception."""
+    """Files from before zip archives have no checksums; there a flip only must not crash."""
     rng = random.Random(FLIPS)
     path = save(dict(tensors), archive)
     good = path.read_bytes()
@@ -168,7 +168,7 @@ def test_tensors_without_an_exact_array_are_refused(save, torch, tmp_path):
 
 
 def test_a_folder_of_other_tensors_is_refused(save, torch, tmp_path):
-    """Weights that are integers or no numbers; tables inside of tables."""
+    """Integer or non-finite weights, nested dictionaries, lists, and numeric keys."""
     network = random_network(mixer="attention")
     huggingface.write_network(tmp_path, network, pad_id=0)
     tensors = {k: torch.tensor(v) for k, v in huggingface.to_tensors(network).items()}
@@ -188,7 +188,7 @@ def test_a_folder_of_other_tensors_is_refused(save, torch, tmp_path):
 
 
 class Runs:
-    """Pickled, a call of `function`."""
+    """Calls `function` when unpickled."""
 
     def __init__(self, function, *arguments):
         self.call = (function, arguments)
@@ -204,7 +204,7 @@ class Runs:
     ids=["system", "eval"],
 )
 def test_nothing_is_executed(save, torch, archive, function, argument, tmp_path, monkeypatch):
-    """Of a folder of Hugging Face and of a checkpoint of fairseq."""
+    """Covers a Hugging Face folder and a fairseq checkpoint."""
     monkeypatch.chdir(tmp_path)
     payload, name = Runs(function, argument), function.__name__
     path = save({"weight": torch.ones(2), "more": payload}, archive, "pytorch_model.bin")
@@ -220,7 +220,7 @@ def test_nothing_is_executed(save, torch, archive, function, argument, tmp_path,
     "name", ["torch.hub load", "builtins getattr", "omegaconf\nos system", "fairseq ", "numpy load"]
 )
 def test_names_beyond_the_list_are_refused(name, save, torch, tmp_path):
-    """Nothing is imported, whatever the pickle calls it."""
+    """Nothing outside the list is imported."""
     path = save({"w": torch.ones(2)})
     pickle = b"\x80\x02c" + name.replace(" ", "\n").encode() + b"\n)R."
     with zipfile.ZipFile(path, "w") as archive:
@@ -238,7 +238,7 @@ def _stride_0(torch):
 
 
 def _rewrite(change):
-    """Parts of the archive by `change(name, content)`, in which None leaves one out."""
+    """Rewrite an archive with `change(name, content)`; None drops the part."""
 
     def rewrite(path, kind):
         with zipfile.ZipFile(path) as old:
@@ -257,7 +257,7 @@ def _holes(path):
 
 
 def _giant_storage(path):
-    """A single file whose storage claims 2**40 numbers, twice."""
+    """Write a legacy file whose storage claims 2**40 elements in two places."""
     import torch
 
     torch.save({"w": torch.ones(300)}, path, _use_new_zipfile_serialization=False)

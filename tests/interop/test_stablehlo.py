@@ -1,4 +1,4 @@
-"""The exported encoder runs from its files alone, at any batch and length."""
+"""The exported encoder runs from its files only, at any batch size and length."""
 
 import json
 
@@ -32,5 +32,5 @@ def test_the_same_numbers_at_any_size(tmp_path, fields):
     assert signature["arguments"][-1]["shape"] == ["batch", "length"]
     module = (tmp_path / "encoder.mlir").read_bytes()
     assert module.startswith(b"ML\xefR")
-    assert b"custom_call_target" not in module  # no kernel of one platform
+    assert b"custom_call_target" not in module  # no platform-specific kernel
     assert b"tpu_custom_call" not in module

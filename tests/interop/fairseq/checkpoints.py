@@ -1,4 +1,4 @@
-"""Checkpoints as fairseq's training leaves them; PyTorch is imported when one is made."""
+"""Checkpoints in the format of fairseq's training; imports PyTorch only when creating one."""
 
 import argparse
 from pathlib import Path
@@ -10,10 +10,12 @@ LONGEST = 40
 
 
 def build(a, sizes):
-    """The published model with random weights.
+    """Build the published model with random weights.
 
     Args:
-      sizes: words of source and target, or of the one dictionary of a language model.
+      a: fairseq's arguments.
+      sizes: number of words in the source and target dictionaries, or in a language model's single
+        dictionary.
     """
     torch = pytest.importorskip("torch")
     from tests.interop.fairseq.published import Published
@@ -23,7 +25,7 @@ def build(a, sizes):
 
 
 def arguments(arch="lightconv_iwslt_de_en", **changed) -> argparse.Namespace:
-    """As training would have left them, small."""
+    """Return the arguments that fairseq stores in a checkpoint, for a small model."""
     both = {
         "embed_dim": 16, "ffn_embed_dim": 24, "attention_heads": 4, "layers": 3,
         "normalize_before": False, "learned_pos": False, "conv_type": "dynamic", "glu": True,
@@ -43,12 +45,12 @@ def arguments(arch="lightconv_iwslt_de_en", **changed) -> argparse.Namespace:
 
 
 def write_dictionary(path: Path, words: int) -> None:
-    """With so many entries, special ones counted."""
+    """Write a dictionary of `words` entries; the four special ones have no line."""
     path.write_text("".join(f"w{i}{'@@' * (i % 2)} {words - i}\n" for i in range(words - 4)))
 
 
 def write(folder: Path, model, a, sizes, /, **changed) -> Path:
-    """model.pt and dictionaries, as fairseq's training leaves them."""
+    """Write model.pt and the dictionaries as fairseq does; return the path of model.pt."""
     import torch
 
     names = ("dict.de.txt", "dict.en.txt") if len(sizes) > 1 else ("dict.txt",)

@@ -1,5 +1,6 @@
-"""fairseq's LightConv, DynamicConv and Transformer computed once more in PyTorch, from the papers
-and with the parameters' names of its code, for rows [B, T].
+"""Reimplementation of fairseq's LightConv, DynamicConv and Transformer in PyTorch.
+
+Follows the papers, with fairseq's parameter names, for tokens [B, T].
 """
 
 import math
@@ -19,7 +20,7 @@ class Attention(nn.Module):
         self.heads = heads
 
     def forward(self, x, memory, seen):
-        """`seen` [B, T, S] says which of `memory` a position reads."""
+        """Attend to `memory` [B, S, width] where `seen` [B, T, S] is True."""
 
         def split(y):
             return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -35,7 +36,7 @@ class Attention(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Neighboring channels share a filter: head c // (C / H)."""
+    """Light or dynamic convolution; channel c uses the filter of head c // (C / H)."""
 
     def __init__(self, kind, width, heads, taps):
         super().__init__()
@@ -46,7 +47,7 @@ class Convolution(nn.Module):
         self.kind, self.heads, self.taps = kind, heads, taps
 
     def forward(self, x, before):
-        """`before`: how many taps read what precedes a position."""
+        """Convolve x [B, T, C]; `before` taps precede each position."""
         if self.kind == "dynamic":
             filters = self.weight_linear(x).unflatten(-1, (self.heads, self.taps))
         else:
@@ -57,7 +58,7 @@ class Convolution(nn.Module):
 
 
 class Layer(nn.Module):
-    """`side` is encoder or decoder; `taps` 0 is a Transformer's layer."""
+    """A layer; `side` is "encoder" or "decoder"; `taps` 0 means self-attention."""
 
     def __init__(self, a, side, taps, reads):
         super().__init__()
@@ -143,7 +144,7 @@ class Stack(nn.Module):
         real = tokens != PAD
         x = math.sqrt(self.embed_tokens.embedding_dim) * self.embed_tokens(tokens)
         if hasattr(self, "embed_positions"):
-            # counted over what is no padding, wherever that stands
+            # positions count only real tokens, wherever the padding is
             x = x + self.embed_positions(real.cumsum(1) * real + PAD)
         for layer in self.layers:
             x = layer(x, real, memory, memory_real)
@@ -151,7 +152,7 @@ class Stack(nn.Module):
 
 
 class Published(nn.Module):
-    """An encoder-decoder, or a language model where there are no words of a source."""
+    """An encoder-decoder, or a language model if source_words is 0."""
 
     def __init__(self, a, words, source_words=0):
         super().__init__()
@@ -177,14 +178,14 @@ class Published(nn.Module):
             if tied:
                 self.decoder.output_projection.weight = self.decoder.embed_tokens.weight
         self.tied = tied
-        for name, parameter in self.named_parameters():  # so that no mistake is too small to see
+        for name, parameter in self.named_parameters():  # large values expose mistakes
             if "norm" in name or name.endswith("bias"):
                 nn.init.normal_(parameter, 1.0 if name.endswith("weight") else 0.0, 0.2)
             elif "embed" in name:
                 nn.init.normal_(parameter, 0.0, 0.3)
 
     def forward(self, source, tokens):
-        """(encoder's output, logits); `source` None for a language model."""
+        """Return (encoder output, logits); `source` is None for a language model."""
         if source is None:
             return None, self.words(self.decoder(tokens))
         memory = self.encoder(source)
@@ -200,8 +201,10 @@ class Published(nn.Module):
 
     @torch.no_grad()
     def greedy(self, source, rows, length):
-        """[rows, length] from </s> to </s>, which the last one is, padding behind it and nowhere
-        else, as in fairseq's search.
+        """Decode greedily, like fairseq's search.
+
+        Returns:
+          Tokens [rows, length]. Each row starts and ends with </s>, then padding.
         """
         tokens = torch.full((rows, 1), END)
         done = torch.zeros(rows, dtype=bool)

@@ -1,4 +1,4 @@
-"""Checkpoints of fairseq's versions are the same model; everything else is refused by name."""
+"""Checkpoint formats of different fairseq versions give the same model; others are refused."""
 
 import argparse
 import functools
@@ -38,7 +38,7 @@ def torch():
 
 
 def make(folder, a=None, change=lambda tensors: tensors, **state):
-    """The path of a checkpoint whose tensors were changed."""
+    """Write a checkpoint with changed tensors; return its path."""
     a = a or arguments(**LIGHT, share_all_embeddings=True)
     model = build(a, SIZES)
     tensors = change({name: t.detach().clone() for name, t in model.state_dict().items()})
@@ -50,11 +50,11 @@ def assert_same(first, second):
     jax.tree.map(np.testing.assert_array_equal, first.params, second.params)
 
 
-# --- Other spellings of the same ---
+# --- Equivalent formats ---
 
 
 def old_attention(torch, tensors):
-    """Queries, keys and values in one, as before 2019."""
+    """Merge the query, key and value projections, as before 2019."""
     for first in [name for name in tensors if "q_proj" in name]:
         names = [first.replace("q_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
         stem, leaf = first.split("q_proj.")
@@ -89,7 +89,7 @@ def without_versions(torch, tensors):
 
 
 def with_copies(torch, tensors):
-    """As fairseq 0.12 leaves them after training: zeros."""
+    """Add zero tensors, as fairseq 0.12 does after training."""
     names = [f"{part}_{leaf}" for part in ("in_proj", "fc1") for leaf in ("weight", "bias")]
     copies = {f"encoder.layers.{i}.{name}": torch.zeros(24) for i in range(3) for name in names}
     return tensors | copies
@@ -105,10 +105,10 @@ SPELLINGS = [
 def test_other_spellings_are_the_same_model(fields, changes, tmp_path, torch):
     a = arguments(**fields)
     found = read(make(tmp_path, a))
-    assert_same(read(tmp_path), found)  # the name of the file in a release's folder
+    assert_same(read(tmp_path), found)  # the file name in a released folder
     for change in changes:
         assert_same(read(make(tmp_path, a, functools.partial(change, torch))), found)
-    # All of them, in a file from before the archives.
+    # All changes together, in the format used before zip archives.
     path = make(tmp_path, a, lambda t: functools.reduce(lambda t, c: c(torch, t), changes, t))
     torch.save(torch.load(path, weights_only=False), path, _use_new_zipfile_serialization=False)
     assert_same(read(path), found)
@@ -126,7 +126,7 @@ def test_half_precision_is_read_exactly(tmp_path, torch):
 
 
 def test_args_may_be_in_a_config(tmp_path, monkeypatch):
-    """As since 2020: in a dict, and in containers of omegaconf, none of which is imported."""
+    """Since 2020: a dict or omegaconf containers, read without importing omegaconf."""
     a = arguments(**LIGHT, share_all_embeddings=True)
     found = read(make(tmp_path, a))
     task = {"source_lang": "de", "target_lang": "en", "_name": "translation"}
@@ -176,7 +176,7 @@ def test_arguments_of_training_are_left_out(tmp_path):
 
 
 def test_without_the_last_norm_a_decoder_of_pre_norm_has_none(tmp_path):
-    """As Transformers of 2018, which the tensors alone tell."""
+    """As in Transformers of 2018, where only the tensors show that it is missing."""
     a = arguments("transformer", encoder_normalize_before=True, decoder_normalize_before=True)
 
     def drop(tensors):
@@ -187,9 +187,9 @@ def test_without_the_last_norm_a_decoder_of_pre_norm_has_none(tmp_path):
     assert "norm" not in found.params["decoder"]
 
 
-# --- Refusals ---
+# --- Errors ---
 
-# Arguments that have no counterpart; the first is named.
+# Arguments without a counterpart; the error names the first one.
 REFUSED = [
     {"arch": "fconv_iwslt_de_en"},
     {"adaptive_softmax_cutoff": [100, 200]},
@@ -279,8 +279,8 @@ def test_files_without_sound_args_are_refused(tmp_path, torch):
     with refused(UserError, "args", "cfg", path=path):
         read(path)
     for more in (
-        lambda args: functools.reduce(lambda v, _: [v] * 10, range(12), []),  # shared without end
-        vars,  # holds itself
+        lambda args: functools.reduce(lambda v, _: [v] * 10, range(12), []),  # nested shared lists
+        vars,  # contains itself
         lambda args: functools.reduce(lambda v, _: [v], range(100), 1),
     ):
         a = arguments()

@@ -1,5 +1,6 @@
-"""Checkpoints with the names of fairseq's, of random weights and computed in PyTorch, are read and
-give the same: outputs of the encoder, logits, and what is decoded, token for token.
+"""Random checkpoints in fairseq's format, computed in PyTorch and here.
+
+Encoder outputs, logits and greedily decoded tokens must agree.
 """
 
 import functools
@@ -17,7 +18,7 @@ from tests.interop.fairseq.checkpoints import END, PAD, arguments, build, write
 
 pytestmark = pytest.mark.parity
 ROWS, LENGTH = 4, 9
-SOURCES, TARGETS = [9, 6, 4, 7], [5, 9, 8, 3]  # lengths of the rows
+SOURCES, TARGETS = [9, 6, 4, 7], [5, 9, 8, 3]  # row lengths
 LIGHT = {"encoder_conv_type": "lightweight", "decoder_conv_type": "lightweight"}
 PRE = {"encoder_normalize_before": True, "decoder_normalize_before": True}
 LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True}
@@ -45,7 +46,7 @@ ALONE = {
 
 
 def rows(lengths, words, seed, left):
-    """Texts with </s> behind them, of their lengths, padded on one side."""
+    """Return random rows of the given lengths that end in </s>, padded on one side."""
     rng = np.random.default_rng(seed)
     texts = [[*rng.integers(4, words, n - 1), END] for n in lengths]
     pads = [[PAD] * (max(lengths) - n) for n in lengths]
@@ -73,7 +74,7 @@ def test_an_encoder_decoder_gives_the_same(form, tmp_path):
 
     lefts, rights = (rows(SOURCES, sizes[0], 1, left) for left in (True, False))
     targets = np.roll(rows(TARGETS, sizes[1], 2, False), 1, axis=1)
-    targets[:, 0] = END  # what is given to a decoder begins with the end of the text before
+    targets[:, 0] = END  # decoder inputs start with </s>
     with torch.no_grad():
         memory, logits = model(torch.tensor(lefts), torch.tensor(targets))
     written = model.greedy(torch.tensor(lefts), ROWS, 12).numpy()

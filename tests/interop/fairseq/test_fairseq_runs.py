@@ -1,4 +1,4 @@
-"""A checkpoint of fairseq as a run: it translates, another trains on from it, or it is refused."""
+"""A fairseq checkpoint as a run: it translates, initializes other runs, or is refused."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from tests.interop.fairseq.checkpoints import arguments, build, write
 from tests.refusals import refused
 
 pytestmark = pytest.mark.parity
-SIZES = (40, 32)  # words of both dictionaries
+SIZES = (40, 32)  # words in the two dictionaries
 
 
 def config_of(recipe="translation", **fields):
@@ -31,7 +31,7 @@ def config_of(recipe="translation", **fields):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """As a release is: model.pt and two dictionaries."""
+    """A released folder: model.pt and two dictionaries."""
     a = arguments(decoder_layers=2, decoder_kernel_size_list=[3, 4])
     place = tmp_path_factory.mktemp("fairseq")
     write(place, build(a, SIZES), a, SIZES)
@@ -45,7 +45,7 @@ def imported(folder, tmp_path_factory):
 
 
 def test_it_translates_as_it_is(folder, imported):
-    """The same texts as of a search by hand over the model that was read."""
+    """Compares with a direct beam search over the imported model."""
     _, place = imported
     found = read(folder)
     source, target = found.dictionaries
@@ -119,7 +119,7 @@ def test_only_what_the_checkpoint_states_replaces_the_config(folder, tmp_path):
     named = {"model.dropout", "model.remat", "sequence.activation_dropout"}
     config = import_run(str(folder), asked, tmp_path / "run", named)
     assert config.model.dropout == config.sequence.activation_dropout == 0.25
-    assert config.model.attention_dropout == 0.1  # of the checkpoint
+    assert config.model.attention_dropout == 0.1  # from the checkpoint
     assert config.model.remat == "full"
 
 

@@ -1,4 +1,4 @@
-"""What a fine-tuned model is used with travels in its folder: texts, columns, length, kind."""
+"""Exported fine-tuned models store how they are used: texts, columns, length, kind."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ EXAMPLES = {what: [Example("0", texts, None)] for what, texts in TEXTS.items()}
 
 @pytest.fixture(scope="module", params=["pair", "number"])
 def exported(request, make_run):
-    """(what it is, the run, its folder for others)."""
+    """(kind, run, exported folder, folder after reading and exporting again)."""
     outputs = {"pair": PAIR, "number": NUMBER}[request.param]
     finetune = {"length": 20, "buckets": []}
     run, _ = make_run(recipe="finetune", outputs=outputs, finetune=finetune)
@@ -40,7 +40,7 @@ def exported(request, make_run):
 
 
 def edit(folder, target, **fields):
-    """A copy of config.json's folder with other fields."""
+    """Copy a folder and change fields of its config.json."""
     target.mkdir()
     for file in folder.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
@@ -122,7 +122,7 @@ def test_folders_that_do_not_say_it(exported, tmp_path, caplog):
 
 @pytest.mark.usefixtures("without_pytorch")
 def test_folders_that_read_padding(make_run, tmp_path, caplog):
-    """Their predictions are of padded texts, which is logged where the length is a guess."""
+    """Predictions of models that read padding depend on the length; a guessed length is logged."""
     finetune = {"length": 20, "buckets": []}
     run, _ = make_run(recipe="finetune", outputs=NUMBER, finetune=finetune, mask_convolution=False)
     folder = conversion.export(run, output=tmp_path / "a")
@@ -130,7 +130,7 @@ def test_folders_that_read_padding(make_run, tmp_path, caplog):
     finetuned.read_finetuned(str(folder))
     assert not [record for record in caplog.records if 24 in (record.args or ())]
     finetuned.read_finetuned(edit(folder, tmp_path / "b", convbert_jax={}))
-    # That the length is a guess, and that predictions depend on it.
+    # One record for the guess, one for the dependence on the length.
     assert len([record for record in caplog.records if 24 in (record.args or ())]) == 2
 
 
@@ -148,18 +148,18 @@ def test_kinds_that_cannot_be_predicted(exported, tmp_path):
             finetuned.read_finetuned(edit(folder, tmp_path / "b", **fields))
 
 
-# --- what padding does to labels in Hugging Face's class ---
+# --- labels that padding changes in Hugging Face's classes ---
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("head", ["sequence_head", "token_head", "span_head"])
 def test_changed_labels_are_those_of_rows_alone(tmp_path, head):
-    """Each row alone in their class, without padding, against the padded batch there."""
+    """Compares each row without padding to the padded batch, both in Hugging Face's class."""
     pytest.importorskip("torch")
     labels = ("start", "end") if head == "span_head" else ("no", "maybe", "yes")
     network = with_head(random_network(seed=5, mask_convolution=True), head, labels)
     tokens, mask, types = certificate.sample_inputs(network, rows=50)
-    if head == "sequence_head":  # random weights have a favorite; here all labels are as likely
+    if head == "sequence_head":  # random weights favor a label; make all equally likely
         logits = certificate.our_outputs(network, tokens, mask, types)[head]
         bias = network.parameters[f"{head}/output/bias"]
         changes = {f"{head}/output/bias": bias - logits.mean(0)}
@@ -169,7 +169,7 @@ def test_changed_labels_are_those_of_rows_alone(tmp_path, head):
     batch = certificate.pytorch_outputs(tmp_path, network, tokens, mask, types)[head]
     found, total = 0, 0
     lengths = mask.sum(1)
-    for real in np.unique(lengths):  # rows of one length are no padding to each other
+    for real in np.unique(lengths):  # rows of equal length need no padding
         rows = np.flatnonzero(lengths == real)
         one = (x[rows, :real] for x in (tokens, mask, types))
         alone = certificate.pytorch_outputs(tmp_path, network, *one)[head]
@@ -204,7 +204,7 @@ def test_card_and_log_tell_the_changed_labels(make_run, tmp_path, caplog):
 @pytest.mark.usefixtures("without_pytorch")
 @pytest.mark.parametrize("form", ["huggingface", "tensorflow1"])
 def test_an_export_ends_with_one_warning_about_padding(make_run, tmp_path, caplog, form):
-    """With the measured difference and a page."""
+    """It contains the measured difference and the page to read."""
     run, config = make_run(mask_convolution=True)
     with caplog.at_level("INFO", "absl"):
         folder = conversion.export(run, output=tmp_path / "a", form=form)

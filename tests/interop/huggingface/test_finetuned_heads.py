@@ -1,4 +1,4 @@
-"""Heads of fine-tuned models as other software gets them: the same outputs, in the labels' unit."""
+"""Exported fine-tuned heads: the same outputs, in the unit of the labels."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from tests.refusals import refused
 
 
 def make_model(outputs, **model):
-    """(config, parameters with random weights) of a fine-tuned model."""
+    """Return (config, parameters with random weights) of a fine-tuned model."""
     config = dataclasses.replace(make_config(recipe="finetune", **model), outputs=outputs)
     return config, random_params(config)
 
@@ -29,7 +29,7 @@ def rows(seed=0):
 
 
 def classify(config, params, arrays):
-    """Logits [B, labels] of the model that was trained."""
+    """Return the trained model's logits [B, labels]."""
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: FinetunedModel(config, nnx.Rngs(0))))
     model = nnx.merge(graphdef, jax.tree.map(jax.numpy.asarray, params))
     return np.asarray(model.classify(*arrays))

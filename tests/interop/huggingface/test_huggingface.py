@@ -1,4 +1,4 @@
-"""Folders of Hugging Face, written and read, without PyTorch."""
+"""Hugging Face folders, written and read without PyTorch."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip(tmp_path, family):
-    """Of both networks; a masked language model has one."""
+    """Covers both networks; a masked language model has only one."""
     _, parts = random_parts(**FAMILIES[family])
     assert huggingface_config.architecture(parts["main"]) == CLASSES[family]
     for name, network in parts.items():
@@ -89,7 +89,7 @@ def test_heads_of_fine_tuned_models(tmp_path, family):
     for head in ("sequence_head", "token_head", "span_head"):
         labels = ("start", "end") if head == "span_head" else LABELS
         tuned = with_head(network, head, labels)
-        if (family, head) == ("bert", "sequence_head"):  # theirs goes through a pooler
+        if (family, head) == ("bert", "sequence_head"):  # Hugging Face's class adds a pooler
             with refused(ConversionError, "sequence_head", "config.finetune.head"):
                 write(tmp_path / head, tuned)
             continue
@@ -102,7 +102,7 @@ def test_heads_of_fine_tuned_models(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["convbert", "electra"])
 def test_a_choice_among_texts_is_no_tag(tmp_path, family):
-    """Its one logit has the name of the logits of tokens."""
+    """A multiple-choice head, whose one logit uses the parameter names of token classification."""
     tuned = with_head(random_network(**FAMILIES[family]), "token_head", ("LABEL_0",))
     folder = write(tmp_path / "it", tuned)
     file = folder / "config.json"
@@ -126,7 +126,7 @@ WRONG_NAMES = [
 
 
 def test_names_of_labels(tmp_path):
-    """Each logit has a name of its own, or the wrong one is named."""
+    """Label names must be unique; errors name the wrong one."""
     folder = write(tmp_path / "it", with_head(random_network(), "sequence_head", LABELS))
     for id2label, names in NAMES:
         edit_config(folder, id2label=id2label)
@@ -140,7 +140,7 @@ def test_names_of_labels(tmp_path):
 def test_what_config_json_must_say(tmp_path):
     folder = write(tmp_path / "it", random_network())
     content = json.loads((folder / "config.json").read_text())
-    # ConvBertConfig's own default is 1, which would freeze the row of another token.
+    # ConvBertConfig defaults to 1, which would freeze the embedding of another token.
     assert content["pad_token_id"] == 0
     assert content["architectures"] == ["ConvBertModel"]
     assert content["layer_norm_eps"] == 1e-12
@@ -187,7 +187,7 @@ def test_networks_that_their_classes_cannot_compute_are_refused(tmp_path):
 
 
 def test_their_other_ratios_are_read(tmp_path):
-    """At Hugging Face a ratio of 4 still gives heads that add up: it is our ratio 2, wider."""
+    """Hugging Face's ratio 4 with 8 heads equals our ratio 2 with larger heads."""
     folder = write(tmp_path / "it", random_network())  # 2 + 2 heads of 8
     edit_config(folder, num_attention_heads=8, head_ratio=4)
     network = huggingface.read_folder(folder).networks["main"]
@@ -281,7 +281,7 @@ def test_half_precision_is_read_exactly_and_double_precision_is_refused(tmp_path
 
 
 def test_old_names(tmp_path):
-    """gamma and beta, prefixed encoders, model_type conv_bert, buffers that are no parameters."""
+    """gamma and beta, prefixed encoders, model_type conv_bert, and buffers are accepted."""
     network = random_network("generator")
     folder = write(tmp_path / "it", network)
 

@@ -1,6 +1,6 @@
-"""Our vocabularies in Hugging Face's form split text as ours do."""
+"""Our vocabularies in Hugging Face's format tokenize text the same way."""
 
-# ruff: noqa: RUF001  (texts with look-alike characters are what is tested)
+# ruff: noqa: RUF001  (the tests need look-alike characters)
 import gzip
 import json
 import random
@@ -59,7 +59,7 @@ def real_lines(real_data) -> list[str]:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """made(kind, texts) -> (our tokenizer, folder with theirs), each kind once."""
+    """made(kind, texts) -> (our tokenizer, ..., folder with Hugging Face's), cached by kind."""
     done = {}
 
     def make(kind, texts):
@@ -85,7 +85,7 @@ def open_theirs(folder):
 
 
 def differing(ours, theirs, texts):
-    """Those of `texts` that split differently."""
+    """Return the texts that are tokenized differently, with both results."""
     theirs.encode_special_tokens = True
     found = theirs.encode_batch(texts, add_special_tokens=False)
     pairs = zip(texts, ours.encode(texts), found, strict=True)
@@ -96,11 +96,11 @@ def differing(ours, theirs, texts):
 def test_real_text_and_nasty_unicode(made, real_lines, kind):
     ours, _, folder = made(kind, real_lines[:1500])
     theirs = open_theirs(folder)
-    # Equal scores: where two splits cost the same, float32 and float64 may choose differently.
+    # Equal scores: float32 and float64 may break ties differently.
     texts = real_lines[:4000] if kind in ("wordpiece", "unigram") else real_lines[:1000]
     assert len(differing(ours, theirs, texts)) <= 1
     assert differing(ours, theirs, NASTY) == []
-    # Marks after letters that they are never written with.
+    # Combining marks after letters they never follow in real text.
     rng = random.Random(0)
     blocks = [(32, 0x250), (0x300, 0x370), (0x370, 0x2000), (0x2000, 0xD7FF), (0xE000, 0xFFFD)]
     texts = [
@@ -119,7 +119,7 @@ def test_real_text_and_nasty_unicode(made, real_lines, kind):
     dict(kind="sentencepiece", normalization="identity", lowercase=False),
 ])  # fmt: skip
 def test_other_languages(fields, tmp_path):
-    """Marks of Russian and Yoruba capitals and of half-width kana were lost: one text of ten."""
+    """Covers accents on Russian and Yoruba capitals and half-width kana."""
     rng = random.Random(0)
     texts = list(LANGUAGES)
     for _ in range(1_000):
@@ -131,7 +131,7 @@ def test_other_languages(fields, tmp_path):
     ours = train_tokenizer(LANGUAGES * 50 + texts, section, tmp_path)
     huggingface_tokenizer.write_tokenizer(tmp_path, ours, ours.section, max_length=48)
     theirs = open_theirs(tmp_path)
-    # Where conjoining Korean letters meet those of keyboards.
+    # Conjoining Korean letters next to compatibility letters may differ.
     assert len(differing(ours, theirs, texts)) <= 1
     assert differing(ours, theirs, LANGUAGES) == []
     text = "  ЗА\u0301МОК ｶｷ हिन्दी  で"
@@ -161,7 +161,7 @@ def test_auto_tokenizer(made, real_lines, kind):
     assert pair["input_ids"] == ids + [pad] * (16 - len(ids))
     assert pair["token_type_ids"][: len(ids)] == [0] * (len(a) + 2) + [1] * (len(b) + 1)
     assert pair["attention_mask"] == [1] * len(ids) + [0] * (16 - len(ids))
-    # The one difference that is meant: a mask in a text is a mask for them.
+    # The only intended difference: Hugging Face reads [MASK] in a text as a mask.
     masked = theirs("the [MASK] river")["input_ids"]
     assert theirs.mask_token_id in masked
     assert ours.special.mask not in ours.encode(["the [MASK] river"])[0]
@@ -219,7 +219,7 @@ def test_models_that_their_library_lacks_are_refused(tmp_path, options):
 
 
 def test_a_foreign_model(tmp_path):
-    """Another normalization, which keeps line ends, no mark in front of a text."""
+    """Another normalization that keeps line breaks, and no dummy prefix."""
     tokenizer = train_sentencepiece(
         tmp_path, add_dummy_prefix=False, normalization_rule_name="nfkc"
     )

@@ -1,4 +1,4 @@
-"""The documented way to ONNX: an exported folder through PyTorch's own exporter."""
+"""The documented export to ONNX: a Hugging Face folder through PyTorch's exporter."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The classes of Hugging Face, random weights, both directions: outputs and bits."""
+"""Hugging Face's classes with random weights, in both directions: equal outputs, equal bits."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from tests.interop.conftest import assert_same, random_network, with_head
 from tests.refusals import refused
 
 pytestmark = pytest.mark.parity
-torch = transformers = None  # imported_late
+torch = transformers = None  # set by imported_late
 
 TINY = dict(
     embedding_size=16, vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -44,13 +44,13 @@ HEADS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_late():
-    """Collecting tests imports no PyTorch."""
+    """Import PyTorch for the tests, but not for collecting them."""
     global torch, transformers
     torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
 
 
 def save_theirs(folder, family, suffix, **fields):
-    """A folder that their class wrote, weights large enough that a mistake shows."""
+    """Write a folder with Hugging Face's class, with weights large enough to expose mistakes."""
     config_class = getattr(transformers, f"{family}Config")
     sizes = TINY | fields
     if family == "Bert":
@@ -67,7 +67,7 @@ def save_theirs(folder, family, suffix, **fields):
 
 
 def check_round_trip(folder, again):
-    """Their folder -> ours -> their folder: the same tensors, to the bit."""
+    """Read their folder and write it again: the tensors must be bit-identical."""
     network = huggingface.read_folder(folder).networks["main"]
     huggingface.write_network(again, network, pad_id=0)
     first, second = (huggingface.weight_files.read_weights(f) for f in (folder, again))
@@ -80,7 +80,7 @@ def check_round_trip(folder, again):
 
 def check_outputs(folder, network, logits=1e-5):
     tokens, mask, types = certificate.sample_inputs(network)
-    leaks = network.family == "convbert"  # then padding is computed alike too
+    leaks = network.family == "convbert"  # padded positions agree too
     for rows in (np.ones_like(mask), mask):
         ours = certificate.our_outputs(network, tokens, rows, types)
         theirs = certificate.pytorch_outputs(folder, network, tokens, rows, types)
@@ -93,7 +93,7 @@ def check_outputs(folder, network, logits=1e-5):
             np.testing.assert_allclose(ours[name][shown], theirs[name][shown], atol=limit)
 
 
-# There is no ConvBertForPreTraining; of Bert's classes two have a pooler.
+# There is no ConvBertForPreTraining; two Bert classes have a pooler.
 CLASSES = [("ConvBert", suffix) for suffix in HEADS if suffix != "ForPreTraining"]
 CLASSES += [("Electra", "ForPreTraining"), ("Electra", "ForMaskedLM"), ("Bert", "ForMaskedLM")]
 MORE = [("Electra", suffix) for suffix in HEADS] + [
@@ -145,8 +145,7 @@ def test_odd_sizes(tmp_path, size):
 def test_published_sizes(tmp_path, size):
     fields = FULL[size] | dict(vocab_size=30_522, num_hidden_layers=12, max_position_embeddings=512)
     folder = save_theirs(tmp_path / "theirs", "ConvBert", "ForMaskedLM", **fields)
-    # One to five of the 15 million logits of the base size differ by up to 1.14e-5: sums of 768
-    # products in another order.
+    # Sums of 768 products in another order: up to five of 15 million logits differ by 1.14e-5.
     check_outputs(folder, check_round_trip(folder, tmp_path / "again"), logits=2e-5)
 
 
@@ -155,7 +154,7 @@ FAMILIES = {
     "electra": {"mixer": "attention"},
     "bert": {"recipe": "masked_lm", "mixer": "attention", "embedding_size": 32},
 }
-# What the card says that their classes report, by family and class.
+# Family and network -> prefix of the unexpected keys that the model card documents.
 DOCUMENTED = {
     ("convbert", "main"): "discriminator_predictions.",
     ("convbert", "generator"): "",
@@ -167,7 +166,7 @@ DOCUMENTED = {
 
 @pytest.mark.parametrize(("family", "name"), DOCUMENTED)
 def test_a_class_reports_only_what_the_card_says(tmp_path, caplog, family, name):
-    """The named class reports nothing but what the card says, and gives the same numbers."""
+    """The class warns only about the documented keys, and gives the same numbers."""
     network = random_network(name, **FAMILIES[family])
     folder = tmp_path / "it"
     huggingface.write_network(folder, network, pad_id=0)
@@ -185,7 +184,7 @@ def test_a_class_reports_only_what_the_card_says(tmp_path, caplog, family, name)
     assert not info["mismatched_keys"]
     allowed = DOCUMENTED[family, name]
     assert all(allowed and key.startswith(allowed) for key in info["unexpected_keys"])
-    assert bool(caplog.records) == bool(allowed)  # the report of these keys and nothing else
+    assert bool(caplog.records) == bool(allowed)  # only the documented keys are reported
     proof = certificate.certify(folder, network, name)
     assert max(proof.differences.values()) < 1e-5
     assert proof.padding == ""
@@ -208,7 +207,7 @@ def test_the_certificate_of_a_masked_convolution(tmp_path):
 
 
 def test_a_wrong_weight_is_no_parity(tmp_path, monkeypatch):
-    """Were a transpose forgotten in both directions, only the other implementation would tell."""
+    """A transpose missing in both directions is only visible in the other implementation."""
     network = random_network(mask_convolution=False)
     folder = tmp_path / "it"
     huggingface.write_network(folder, network, pad_id=0)
@@ -223,7 +222,7 @@ def test_a_wrong_weight_is_no_parity(tmp_path, monkeypatch):
 
 
 def test_numbers_in_large_units(tmp_path):
-    """As prices: seven digits of them are the same, and 1e-4 is beyond these."""
+    """Values like prices agree to seven digits, so they may differ by more than 1e-4."""
     tuned = with_head(random_network(mask_convolution=False), "sequence_head", ("price",))
     large = {
         path: np.float32(1e6) * leaf if path.startswith("sequence_head/output/") else leaf
@@ -267,7 +266,7 @@ def test_pickled_weights(tmp_path):
 
 
 def test_the_published_base_model(tmp_path):
-    """YituTech/conv-bert-base on six ids, as Hugging Face's own test has it; needs the folder."""
+    """YituTech/conv-bert-base on the six ids of Hugging Face's own test; needs the folder."""
     import os
     import pathlib
 

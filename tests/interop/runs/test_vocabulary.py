@@ -1,4 +1,4 @@
-"""Copies of the vocabularies in the folder of a run."""
+"""Copies of the vocabularies in a run folder."""
 
 import dataclasses
 import shutil
@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(make_run, monkeypatch):
 
 
 def test_of_a_fine_tuned_model(make_run, tmp_path):
-    """One flipped bit in it is not read as another word."""
+    """A flipped bit in the copy is detected."""
     folder, config = make_run(layers=1)
     outputs = OutputsSection(task="t", kind="classification", head="sequence", labels=("a", "b"))
     model = dataclasses.replace(make_config(recipe="finetune", layers=1), outputs=outputs)

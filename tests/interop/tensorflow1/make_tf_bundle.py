@@ -1,11 +1,11 @@
-"""Writes the checkpoints of tests/interop/tensorflow/ with TensorFlow itself; run once, by hand.
+"""Writes the checkpoints of tests/interop/tensorflow1/tensorflow/ with TensorFlow; run by hand.
 
     python -m venv tf && tf/bin/pip install tensorflow-cpu
     tf/bin/python tests/interop/tensorflow1/make_tf_bundle.py
 
-No test needs TensorFlow: what it wrote is committed, with the outputs that it computed. The
-network is the formula of the official ConvBERT code (reference: papers, section "Mixed attention")
-on TensorFlow's own convolutions, so that the orientation of every kernel is TensorFlow's.
+The checkpoints and the outputs computed by TensorFlow are committed, so no test needs TensorFlow.
+The network is the formula of the official ConvBERT code (reference: papers, section "Mixed
+attention") built on TensorFlow's convolutions, so every kernel has TensorFlow's orientation.
 """
 
 import pathlib
@@ -27,7 +27,7 @@ def main():
     save("v1/model.ckpt-1234", {"a/kernel": (3, 4)}, write_version=1)
     save("sharded/model.ckpt-1234", {f"part_{i}/kernel": (3, 4) for i in range(4)}, devices=2)
     save_partitioned("partitioned/model.ckpt-1234")
-    for state in FOLDER.rglob("checkpoint"):  # holds the path of this machine
+    for state in FOLDER.rglob("checkpoint"):  # contains this machine's path
         state.unlink()
     np.savez_compressed(FOLDER / "expected.npz", **compute())
     print(tf.__version__, sorted(str(p.relative_to(FOLDER)) for p in FOLDER.rglob("*.*")))
@@ -89,7 +89,7 @@ def compute() -> dict[str, np.ndarray]:
 
 
 def encode(weights, scope, tokens, mask, types):
-    """Word, position and type, norm, projection, layers; the convolution reads padding."""
+    """Apply embeddings, norm, projection and layers; the convolution reads padding."""
     tables = "electra/embeddings/"
     x = tf.gather(weights[tables + "word_embeddings"], tokens)
     x += weights[tables + "position_embeddings"][: tokens.shape[1]]
@@ -123,7 +123,7 @@ def mix(weights, scope, layer, x, mask):
     query, key, value, point = (
         dense(weights, f"{own}/{name}", x) for name in ("query", "key", "value", "conv_attn_point")
     )
-    # The kernels of separable_conv1d, [K, C, 1] and [1, C, O], given a height of 1.
+    # separable_conv1d's kernels [K, C, 1] and [1, C, O] with a height of 1.
     span = tf.nn.separable_conv2d(
         x[:, None],
         weights[f"{own}/conv_attn_key/depthwise_kernel"][None],

@@ -1,4 +1,4 @@
-"""TensorFlow's checkpoint files without TensorFlow: real ones, ours, and damaged ones."""
+"""TensorFlow's checkpoint files without TensorFlow: real, written here, and damaged ones."""
 
 import contextlib
 import pathlib
@@ -34,7 +34,7 @@ ARRAYS = {
 
 
 def masked(data: bytes) -> int:
-    """CRC-32C by its definition, as LevelDB stores it."""
+    """Compute the masked CRC-32C from its definition, as LevelDB stores it."""
     state = 0xFFFFFFFF
     for octet in data:
         state ^= octet
@@ -70,19 +70,19 @@ def test_no_bytes_hang_or_crash_a_table(data):
 
 
 def test_blocks_with_shared_beginnings_are_read():
-    """As LevelDB writes them: the second key takes three bytes of the first."""
+    """LevelDB's prefix compression: the second key reuses three bytes of the first."""
     block = bytes([0, 4, 1]) + b"abcd" + b"1" + bytes([3, 2, 1]) + b"xy" + b"2"
     entries = list(sorted_table.read_table(table_of(block + RESTART)))
     assert entries == [(b"abcd", b"1"), (b"abcxy", b"2")]
 
 
 def test_snappy_blocks_are_read():
-    """Two literals, a copy that overlaps itself, a copy by two bytes."""
+    """Two literals, a copy that overlaps itself, and a two-byte copy."""
     plain = bytes([0, 1, 12]) + b"a" + b"abababababab" + RESTART
     packed = varint(len(plain))
     packed += bytes([(6 - 1) << 2]) + plain[:6]  # literal: header, key, "ab"
-    packed += bytes([1 | (8 - 4) << 2, 2])  # eight bytes from two back
-    packed += bytes([2 | (2 - 1) << 2, 2, 0])  # two bytes from two back, in the long form
+    packed += bytes([1 | (8 - 4) << 2, 2])  # copy eight bytes from offset 2
+    packed += bytes([2 | (2 - 1) << 2, 2, 0])  # copy two bytes from offset 2, long form
     packed += bytes([(8 - 1) << 2]) + RESTART
     assert list(sorted_table.read_table(table_of(packed, kind=1))) == [(b"a", b"abababababab")]
 
@@ -153,7 +153,7 @@ def test_missing_cut_and_damaged_files_are_refused(written):
 
 
 def test_every_flipped_byte_and_every_length_of_the_index(written):
-    """None goes unnoticed, none is anything but a ConversionError."""
+    """All damage is detected and raises ConversionError."""
     prefix, index, _ = written
     content = index.read_bytes()
     damaged = [content[:size] for size in range(len(content))]
@@ -168,7 +168,7 @@ def test_every_flipped_byte_and_every_length_of_the_index(written):
             unnoticed += 1
         except ConversionError:
             pass
-    assert unnoticed <= 60  # the footer's padding and the empty block of meta data: nobody reads
+    assert unnoticed <= 60  # unread: the footer's padding and the empty metaindex block
 
 
 NUMBERS = st.integers(0, 3) | st.integers(0, (1 << 64) - 1)
@@ -186,7 +186,7 @@ entries = st.dictionaries(
 @given(entries, st.binary(max_size=12) | st.just(HeaderProto(num_shards=1).SerializeToString()))
 @settings(max_examples=60)
 def test_no_index_hangs_or_crashes(tmp_path_factory, table, header):
-    """Right checksums, wrong contents: sizes that overflow, shards that are not there."""
+    """Valid checksums, invalid contents: sizes that overflow, missing shards."""
     folder = tmp_path_factory.mktemp("fuzz", numbered=True)
     prefix = folder / "model.ckpt"
     rows = {b"": header} | {key.encode(): value for key, value in table.items()}
@@ -201,7 +201,7 @@ def test_no_index_hangs_or_crashes(tmp_path_factory, table, header):
 
 
 def test_real_index_files_with_random_damage(tmp_path):
-    """TensorFlow's own file, checksums mended after the damage so that the parser is reached."""
+    """TensorFlow's file with checksums fixed after the damage, so that the parser is reached."""
     content = (REAL / "convbert" / f"model.ckpt-{tf_values.STEP}.index").read_bytes()
     rng = np.random.default_rng(0)
     rows = list(sorted_table.read_table(content))

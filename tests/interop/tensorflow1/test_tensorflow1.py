@@ -1,4 +1,4 @@
-"""Checkpoints of the official code: written by TensorFlow, read without it, and the way back."""
+"""Checkpoints of the official code: written by TensorFlow, read here, and written back."""
 
 import json
 import pathlib
@@ -53,7 +53,7 @@ def test_what_tensorflow_wrote_is_read_whole():
 
 
 def test_what_tensorflow_computed():
-    """Hidden states and logits of both networks, on full and padded rows."""
+    """Compares hidden states and logits of both networks, on full and padded rows."""
     read = tensorflow1.read_checkpoint(PREFIX)
     tokens, mask, types = tf_values.inputs()
     with np.load(REAL / "expected.npz") as expected:
@@ -66,7 +66,7 @@ def test_what_tensorflow_computed():
 
 @pytest.mark.parity
 def test_tensorflow_to_pytorch(tmp_path):
-    """TensorFlow -> ours -> Hugging Face -> PyTorch gives the numbers of TensorFlow."""
+    """TensorFlow -> ours -> Hugging Face -> PyTorch reproduces TensorFlow's numbers."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     read = tensorflow1.read_checkpoint(PREFIX)
@@ -83,7 +83,7 @@ def test_tensorflow_to_pytorch(tmp_path):
 
 
 def test_the_head_for_pairs_is_named_as_in_bert(tmp_path):
-    """Its run_pretraining.py: logits are the pooled vector times the transposed weights."""
+    """In BERT's run_pretraining.py, logits are the pooled vector times the transposed weights."""
     _, parts = random_parts(**KINDS["bert with pairs"])
     tensorflow1.write_checkpoint(tmp_path / "model.ckpt-9", parts, step=9)
     bundle = Bundle(tmp_path / "model.ckpt-9")
@@ -148,7 +148,7 @@ def test_round_trip(tmp_path, kind):
 
 
 def test_networks_that_the_official_code_lacks_are_refused(tmp_path):
-    """It pads (K - 1) // 2 to each side: of an even K the last tap reads nothing."""
+    """The official code pads (K - 1) // 2 on each side, so an even K loses its last tap."""
     for field, value in {"kernel_size": 4, "layer_norm_epsilon": 1e-5}.items():
         _, parts = random_parts(mask_convolution=False, **{field: value})
         with refused(ConversionError, f"{field}={value}"):
@@ -164,7 +164,7 @@ def test_heads_of_a_bert_come_from_its_json(tmp_path):
     )
     tensorflow1.write_checkpoint(tmp_path / "bert.ckpt", {"main": network}, step=0)
     read = tensorflow1.read_checkpoint(tmp_path / "bert.ckpt")
-    assert read.networks["main"].layer.mixer.attention_heads == 1  # 64 wide, as all published ones
+    assert read.networks["main"].layer.mixer.attention_heads == 1  # assumes width 64, as published
     (tmp_path / "bert_config.json").write_text(json.dumps({"num_attention_heads": 4}))
     read = tensorflow1.read_checkpoint(tmp_path / "bert.ckpt")
     assert read.networks["main"].layer == network.layer
@@ -186,7 +186,7 @@ def test_the_prefix_is_found(tmp_path):
 
 
 def change(tmp_path, change):
-    """The real checkpoint with some variables changed."""
+    """Write the real checkpoint with some variables changed."""
     bundle = Bundle(PREFIX)
     tensors = {name: bundle.read(name) for name in bundle.names()}
     change(tensors)

@@ -1,7 +1,6 @@
-"""The variables of a tiny official ConvBERT checkpoint: names, shapes and values, by a rule.
+"""Variables of a tiny official ConvBERT checkpoint: names, shapes and values.
 
-Used where the committed checkpoint is written (make_tf_bundle.py, with TensorFlow) and where it is
-read (without), so that each value is known on both sides.
+make_tf_bundle.py writes these values with TensorFlow, and the tests read them without it.
 """
 
 import zlib
@@ -10,12 +9,12 @@ import numpy as np
 
 STEP = 1234
 VOCAB, EMBEDDING, POSITIONS, TYPES, TAPS, GROUPS, LAYERS = 40, 8, 24, 2, 5, 2, 2
-# hidden size, heads of each kind, head size, feed-forward size
+# hidden size, heads per kind, head size, feed-forward size
 NETWORKS = {"electra": (16, 2, 4, 32), "generator": (8, 1, 4, 32)}
 
 
 def variables() -> dict[str, tuple[int, ...]]:
-    """Name -> shape, as the official code names and shapes them."""
+    """Return name -> shape, as in the official code."""
     shapes = {
         "electra/embeddings/word_embeddings": (VOCAB, EMBEDDING),
         "electra/embeddings/position_embeddings": (POSITIONS, EMBEDDING),
@@ -53,7 +52,7 @@ def variables() -> dict[str, tuple[int, ...]]:
 
 
 def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """What a variable holds: a normal draw by its name, around 1 for scales, above 0 for adam_v."""
+    """Return a normal draw seeded by the name: around 1 for scales, positive for adam_v."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     draw = 0.3 * rng.standard_normal(shape)
     if name.endswith("/adam_v"):
@@ -62,7 +61,7 @@ def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def slots() -> dict[str, tuple[int, ...]]:
-    """The moments of Adam, by name."""
+    """Return Adam's moments by name."""
     return {
         f"{name}{slot}": shape
         for name, shape in variables().items()
@@ -71,7 +70,7 @@ def slots() -> dict[str, tuple[int, ...]]:
 
 
 def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, mask, types) [3, 20], the last two rows padded."""
+    """Return (tokens, mask, types), each [3, 20]; the last two rows are padded."""
     rng = np.random.default_rng(0)
     tokens, types = rng.integers(0, VOCAB, (3, 20)), rng.integers(0, TYPES, (3, 20))
     mask = np.arange(20) < np.array([20, 13, 4])[:, None]
