@@ -1,4 +1,4 @@
-"""A small made-up language: enough words for a vocabulary, the same on every machine."""
+"""A small artificial language: enough words for a vocabulary, identical on every machine."""
 
 import dataclasses
 import hashlib
@@ -15,7 +15,7 @@ from tests.data.parallel.conftest import make_pairs, pair_config
 
 
 def make_documents(count: int, seed: int = 0, lines: int = 6) -> list[str]:
-    """Documents of short lines over some 400 words; no two are alike."""
+    """Return unique documents of short lines, using about 400 words."""
     rng = random.Random(seed)
     syllables = [a + b for a in "bdfgklmnprst" for b in ("a", "e", "i", "o", "u", "an", "er")]
     words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(400)]
@@ -51,8 +51,9 @@ def trained(documents, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_config(documents):
-    """make_config(folder) writes `documents` to folder/corpus.txt, separated by blank lines, and
-    gives a config that prepares them in this process within a second.
+    """make_config(folder): write `documents` to folder/corpus.txt and return a config for it.
+
+    Documents are separated by blank lines and prepared in this process within a second.
     """
 
     def make(folder) -> Config:
@@ -85,7 +86,7 @@ def corpus_file(config, tmp_path):
 
 @pytest.fixture
 def change():
-    """change(config, data={...}, tokenizer={...}) is `config` with some fields replaced."""
+    """change(config, data={...}, tokenizer={...}): `config` with some fields replaced."""
 
     def changed(config: Config, **sections) -> Config:
         replaced = {
@@ -99,13 +100,13 @@ def change():
 
 @pytest.fixture
 def small_units(monkeypatch):
-    """Sources of the tests are cut into some five units."""
+    """Split the test sources into about five units."""
     kinds.small_units(monkeypatch)
 
 
 @pytest.fixture(scope="session", params=kinds.KINDS)
 def kind(request, documents, make_config):
-    """A corpus and pairs, see `kinds.py`."""
+    """A corpus and pairs; see `kinds.py`."""
     if request.param == "corpus":
         return kinds.CorpusKind(documents, make_config)
     return kinds.PairsKind(make_pairs(400), pair_config)
@@ -113,7 +114,7 @@ def kind(request, documents, make_config):
 
 @pytest.fixture(scope="session")
 def store(kind, tmp_path_factory):
-    """(config, prepared data of several units), for tests that only read."""
+    """(config, prepared data of several units), for read-only tests."""
     folder = tmp_path_factory.mktemp(kind.name)
     config = kind.config(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -130,7 +131,7 @@ def copied(kind, store, tmp_path, small_units):
 
 @pytest.fixture
 def contents():
-    """contents(folder): sha256 of every file that is a result; of records without their times."""
+    """contents(folder): sha256 of every result file; records are hashed without times."""
 
     def of_folder(folder) -> dict[str, str]:
         result = {}

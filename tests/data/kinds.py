@@ -1,4 +1,4 @@
-"""A common interface for tests of the two kinds of prepared data: a corpus and pairs."""
+"""A common interface for tests of both kinds of prepared data: a corpus and pairs."""
 
 import dataclasses
 import itertools
@@ -20,14 +20,14 @@ from tests.data.parallel.conftest import write_files
 
 
 def changed(config: Config, path: str, value) -> Config:
-    """`config` with one field replaced: changed(config, "data.length", 32)."""
+    """Return `config` with one field replaced: changed(config, "data.length", 32)."""
     section, name = path.split(".")
     new = dataclasses.replace(getattr(config, section), **{name: value})
     return dataclasses.replace(config, **{section: new})
 
 
 class CorpusKind:
-    """Rows are ids of packed documents, texts are documents."""
+    """A corpus: rows are ids of packed documents, texts are documents."""
 
     name, description, fields = "corpus", Batch, ("tokens", "segment_ids", "type_ids")
     prepare = staticmethod(corpus.prepare)
@@ -52,7 +52,7 @@ class CorpusKind:
         return [tuple(row["tokens"][row["segment_ids"] > 0].tolist()) for row in rows]
 
     def letters(self, prepared) -> Counter:
-        """How often each letter is in the text of all rows."""
+        """Count each letter in the text of all rows."""
         special = set(prepared.tokenizer.special.by_name.values())
         found = Counter()
         for split, row in ((s, row) for s in prepared.splits for row in self.read(prepared, s)):
@@ -69,13 +69,13 @@ class CorpusKind:
         return corpus_batching.evaluation_batches(prepared, batch_size=8, **arguments)
 
     def rows(self, batch) -> list[tuple]:
-        """The rows of a batch as `read` gives them; without padding."""
+        """Return the rows of a batch as `read` does, without padding."""
         found = zip(batch["tokens"], batch["segment_ids"], strict=True)
         return [tuple(tokens[ids > 0].tolist()) for tokens, ids in found if ids.any()]
 
 
 class PairsKind:
-    """Rows are ids of a source and its target, texts are pairs."""
+    """Pairs: rows are ids of a source and its target, texts are pairs."""
 
     name, description = "pairs", SequenceBatch
     fields = ("source", "source_ids", "tokens", "segment_ids", "labels")
@@ -127,7 +127,7 @@ class PairsKind:
             assert source_ids.any() == ids.any()
             if ids.any():
                 sides = source[source_ids > 0].tolist(), labels[ids > 0].tolist()
-                found.append(tuple(tuple(side[:-1]) for side in sides))  # without the end mark
+                found.append(tuple(tuple(side[:-1]) for side in sides))  # without the end token
         return found
 
 
@@ -135,6 +135,6 @@ KINDS = {"corpus": CorpusKind, "pairs": PairsKind}
 
 
 def small_units(patch) -> None:
-    """Some five units for the texts of either kind."""
+    """Use small units: about five for the texts of either kind."""
     patch.setattr(documents_module, "UNIT_BYTES", 9_000)
     patch.setattr(pair_source, "MARK_LINES", 16)

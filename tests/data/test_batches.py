@@ -1,4 +1,4 @@
-"""Batches of a corpus and of pairs: every row once, resumed exactly, damage found."""
+"""Batches of a corpus and of pairs: every row once, exact resuming, damage detected."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ def same(first, second):
 
 
 def until_each_row(kind, batches, count):
-    """The first `count` rows of a stream."""
+    """Return the first `count` rows of a stream."""
     stream = itertools.chain.from_iterable(map(kind.rows, batches))
     rows = list(itertools.islice(stream, count))
     batches.close()
@@ -61,7 +61,7 @@ def test_state_restores_at_any_point(kind, store, prefetch, monkeypatch):
     config, prepared = store
     batches = kind.batches(prepared, config, seed=5, prefetch=prefetch)
     states, whole = [], []
-    for _ in range(60):  # more than an epoch
+    for _ in range(60):  # more than one epoch
         states.append(json.loads(json.dumps(batches.get_state())))
         whole.append(next(batches))
     for place in (33, 0, 57, 12):
@@ -133,7 +133,7 @@ def flip(path, position: int) -> None:
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_damage_ends_a_run_at_its_beginning(kind, copied, split):
-    """Whatever row it is in, and if it is in none."""
+    """Damage to any byte stops a run at its start, even outside the rows."""
     config, folder = copied
     prepared = kind.prepare(config, folder)
     path, _ = prepared.splits[split].shards[-1]
@@ -161,7 +161,7 @@ def test_processes_verify_all_shards_between_them(kind, store, monkeypatch):
 
 
 def test_a_flipped_byte_is_found(kind, copied):
-    """No place of a file can change a value: a row has a hash, which is checked when it is read."""
+    """Damage never changes a value: each row has a hash that is checked on reading."""
     config, folder = copied
     prepared = kind.prepare(config, folder)
     split = prepared.splits["train"]

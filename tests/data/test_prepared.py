@@ -1,4 +1,4 @@
-"""Preparing a corpus and pairs: complete, resumed, refused for another config, damage found."""
+"""Preparing a corpus and pairs: completeness, resuming, changed configs, damage."""
 
 import contextlib
 import json
@@ -50,7 +50,7 @@ def times(folder):
 
 @contextlib.contextmanager
 def stopped_at(kind, unit):
-    """Ctrl-C comes when a unit is begun."""
+    """Simulate Ctrl-C at the start of a unit."""
     module, name = kind.units
     real = getattr(module, name)
 
@@ -82,7 +82,7 @@ def test_all_text_is_there(kind, store):
     if kind.name == "corpus":
         assert (prepared.length, prepared.layout) == (64, "packed")
         assert train.documents + validation.documents == len(kind.texts)
-        assert 10 <= validation.documents <= 55  # 10 % of 300
+        assert 10 <= validation.documents <= 55  # 10% of 300
         assert train.tokens == sum(map(len, kind.read(prepared, "train")))
         assert train.tokens / (train.rows * 64) > 0.85  # short rows, documents and units
         assert whole["bytes"] == sum(len(text.encode()) for text in kind.texts)
@@ -96,7 +96,7 @@ def test_all_text_is_there(kind, store):
             assert split.tokens == tuple(split.lengths.sum(axis=0))
 
 
-# --- Going on ---
+# --- Resuming ---
 
 
 def test_workers_change_nothing(kind, store, tmp_path, small_units, contents):
@@ -135,7 +135,7 @@ def test_only_missing_units_are_prepared_again(kind, store, copied, contents):
 
 
 def test_nothing_finished_binds_nothing(kind, copied, tmp_path, contents):
-    """A vocabulary without a shard, as Ctrl-C leaves it, is made again for the next settings."""
+    """A vocabulary without shards, as left by Ctrl-C, is retrained for new settings."""
     config, folder = copied
     unfinish(folder)
     for unit in (folder / "units").iterdir():
@@ -182,7 +182,7 @@ def test_another_config_is_refused(kind, copied, contents):
                 kind.prepare(changed(config, path, value), folder)
         assert contents(folder) == before
         unfinish(folder)
-    flag = re.search(rf"{ELSEWHERE}(\S+)\.$", str(caught.value))  # the way out works
+    flag = re.search(rf"{ELSEWHERE}(\S+)\.$", str(caught.value))  # the suggested fix works
     path, value, _ = OTHERS[kind.name][0]
     prints = {kind.prepare(config, folder).fingerprint}
     prints.add(kind.prepare(changed(config, path, value), pathlib.Path(flag[1])).fingerprint)
@@ -201,7 +201,7 @@ def test_units_without_metadata_are_refused(kind, copied, contents):
 
 
 def test_rows_of_an_earlier_version_are_used_but_not_mixed(make_config, tmp_path, monkeypatch):
-    """Runs on them can be resumed with the same rows."""
+    """Existing rows remain usable, so runs on them can be resumed."""
     config, folder = make_config(tmp_path), tmp_path / "prepared"
     before = prepare_corpus(config, folder).fingerprint
     monkeypatch.setitem(VERSIONS, "packed", VERSIONS["packed"] + 1)
@@ -221,7 +221,7 @@ def test_a_changed_vocabulary_is_refused(kind, copied, small_units, tmp_path):
     model.write_bytes(content.SerializeToString())
     with refused(DataError, model, path=folder):
         kind.prepare(config, folder)
-    # One that the user names may move, but not change.
+    # A vocabulary named by the user may move, but not change.
     named, moved = tmp_path / "named.model", tmp_path / "moved.model"
     named.write_bytes(content.SerializeToString())
     config = changed(config, "tokenizer.path", str(named))
@@ -235,7 +235,7 @@ def test_a_changed_vocabulary_is_refused(kind, copied, small_units, tmp_path):
         kind.prepare(config, tmp_path / "of_named")
 
 
-# --- Sources that change or vanish ---
+# --- Sources that change or disappear ---
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def test_a_source_that_is_gone_or_moved(kind, mine, tmp_path):
     assert kind.prepare(moved, folder).fingerprint == expected
     shard = folder / "train-00000.array_record"
     content = shard.read_bytes()
-    shard.write_bytes(content[:-1])  # it cannot be prepared again
+    shard.write_bytes(content[:-1])  # cannot be recreated without the source
     with refused(DamagedFileError, len(content) - 1, len(content), path=shard):
         kind.prepare(config, folder)
     shard.unlink()
@@ -291,7 +291,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("form", WRITERS)
 def test_an_edited_source_is_refused(form, make_config, documents, tmp_path, monkeypatch):
-    """Whatever its size and time are. Every start reads the ends of a file, here 100 bytes."""
+    """Compares contents, not only size and time; each start reads a file's ends, here 100 bytes."""
     import gzip
 
     import pyarrow
@@ -330,14 +330,14 @@ def test_an_edited_source_is_refused(form, make_config, documents, tmp_path, mon
     write([*texts[:120], " ".join([first, *reversed(middle), last]), *texts[121:]])
     assert path.stat().st_size == stat.st_size
     os.utime(path, ns=(0, stat.st_mtime_ns))
-    if form != "gzip":  # which ends with a checksum
-        prepare(config, tmp_path / "prepared")  # not noticed
+    if form != "gzip":  # gzip ends with a checksum
+        prepare(config, tmp_path / "prepared")  # not detected
     with refused(DataError, path, ELSEWHERE):
         prepare(config, tmp_path / "prepared", compare=True)
     os.utime(path, ns=(0, stat.st_mtime_ns + 10**9))
     with refused(DataError, path, ELSEWHERE):
         prepare(config, tmp_path / "prepared")
-    write(texts)  # the same content at another time is compared once
+    write(texts)  # equal content with a new time is compared once
     assert prepare(config, tmp_path / "prepared").fingerprint == expected
     monkeypatch.setattr(changes, "_compare_unit", None)
     monkeypatch.setattr(changes, "Processes", None)
@@ -345,7 +345,7 @@ def test_an_edited_source_is_refused(form, make_config, documents, tmp_path, mon
 
 
 def test_an_edit_between_two_starts_is_refused(kind, tmp_path, small_units, monkeypatch):
-    """A stopped preparation does not continue with the rest of another text."""
+    """A stopped preparation does not continue with changed text."""
     monkeypatch.setattr(text_files, "HEAD", 100)
     config = kind.config(tmp_path)
     with stopped_at(kind, 2):
@@ -379,7 +379,7 @@ def test_mode_prepare_compares_and_names_the_edited_file(
     assert "0.txt" not in str(caught.value)
     edited.write_text(text)
 
-    def refuse(path, content):  # shards of somebody else
+    def refuse(path, content):  # another user's shards
         raise DataError(f"{path} could not be written (Permission denied).")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -387,11 +387,11 @@ def test_mode_prepare_compares_and_names_the_edited_file(
         recipes.prepare(config, tmp_path / "run")
 
 
-# --- Text that cannot be used ---
+# --- Unusable text ---
 
 
 def test_text_that_is_trained_on_is_not_held_out(kind, tmp_path):
-    """Held-out numbers were of the training text, without a word."""
+    """Otherwise held-out metrics would silently be computed on training text."""
     config = kind.config(tmp_path)
     section, field = kind.source_field.split(".")
     spec = getattr(getattr(config, section), field)
@@ -427,11 +427,11 @@ def test_no_text(kind, tmp_path):
         kind.prepare(empty, tmp_path / "prepared")
 
 
-# --- Places ---
+# --- Folders ---
 
 
 def test_a_folder_that_cannot_be_written(kind, store, tmp_path, monkeypatch, small_units, contents):
-    """A limit on the size of files stands in for a full disk: writing fails in the same call."""
+    """A file size limit simulates a full disk, failing in the same call."""
     config, prepared = store
     (tmp_path / "file").write_text("")
     with refused(DataError, field="config.data.directory", path=tmp_path / "file" / "prepared"):
@@ -486,8 +486,8 @@ documents.UNIT_BYTES = 9_000
 prepare(from_config_dict(json.loads(sys.argv[1])), pathlib.Path(sys.argv[2]))
 print(__file__, __spec__)
 """
-# In kilobytes. ru_maxrss would include the peak of pytest, from which the parent is forked, so the
-# parent reads VmHWM.
+# In kilobytes. ru_maxrss would include the peak of pytest, which forks the parent, so the parent
+# reads VmHWM.
 PRINT_PEAKS = """
 import re, resource
 own = re.search(r"VmHWM:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]
@@ -496,7 +496,7 @@ print(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 
 
 def start(config, folder, tmp_path, script=SCRIPT) -> subprocess.Popen:
-    """A script without `if __name__ == "__main__":`, as the saved lines of a notebook are."""
+    """Run a script without `if __name__ == "__main__":`, like the saved cells of a notebook."""
     (tmp_path / "script.py").write_text(script)
     return subprocess.Popen(
         [sys.executable, "script.py", json.dumps(to_dict(config)), str(folder)],
@@ -514,13 +514,13 @@ def test_two_processes_prepare_once(config, tmp_path, small_units, contents):
     for process in processes:
         output, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
-        assert output.split() == [str(tmp_path / "script.py"), "None"]  # as it was before
+        assert output.split() == [str(tmp_path / "script.py"), "None"]  # restored after preparing
     prepare_corpus(config, tmp_path / "alone")
     assert contents(folder) == contents(tmp_path / "alone")
 
 
 def test_workers_die_with_their_parent(config, change, tmp_path, small_units, contents):
-    """After a kill no worker continues to write, and the next start does the rest."""
+    """After a kill, no worker keeps writing, and the next start completes the work."""
     folder = tmp_path / "killed"
     process = start(change(config, data={"workers": 2}), folder, tmp_path)
     deadline = time.monotonic() + 60
@@ -544,7 +544,7 @@ def test_workers_die_with_their_parent(config, change, tmp_path, small_units, co
 @pytest.mark.slow
 @pytest.mark.parametrize("shuffle_documents", [False, True])
 def test_memory_stays_bounded(config, change, documents, tmp_path, shuffle_documents):
-    """Three documents of 50 MB, by two workers: every process stays below 400 MB."""
+    """Two workers prepare three 50 MB documents; every process stays below 400 MB."""
     block = " ".join(documents).replace("\n", " ") + " "
     for number in range(3):
         (tmp_path / f"corpus{number}.txt").write_text(block * (50_000_000 // len(block)))
@@ -560,14 +560,14 @@ def test_memory_stays_bounded(config, change, documents, tmp_path, shuffle_docum
     assert 20_000 < worker < 400_000
 
 
-# --- Damaged records: an error with a remedy, never a wrong value ---
+# --- Damaged records: an error with a fix, never a wrong value ---
 
 STORED = ["metadata.json", "unfinished metadata.json", "units/00001.json"]
 STORED += ["tokenizer_settings.json", "tokenizer.model"]
 
 
 def damages(content: bytes, seed: int):
-    """Every kind of damage that was seen or feared, the same for a seed."""
+    """Yield damaged variants of `content`, deterministic for a seed."""
     rng = random.Random(seed)
     yield from (b"", b"[]", b"5", b"null", b"{}", b'"text"', b"\xff\xfe{}", b"\x00" * len(content))
     yield from (b"[" * 50_000, b'{"a":' * 50_000, b"9" * 10_000, b'{"complete": "\\ud800"}')
@@ -581,7 +581,7 @@ def damages(content: bytes, seed: int):
 
 
 def retyped(value):
-    """`value` with one thing in it, however deep, of another type or gone."""
+    """Yield variants of `value` with one nested item removed or of another type."""
     for other in ([], {}, "text", None, 1.5, -(10**30)):
         if type(other) is not type(value):
             yield other
@@ -597,7 +597,7 @@ def retyped(value):
 
 @pytest.mark.parametrize("name", STORED, ids=lambda name: name.replace(" ", "-"))
 def test_damaged_records(name, kind, store, copied):
-    """Also without a checksum: as in folders that were prepared before there was one."""
+    """Also without a checksum, as in older folders."""
     config, folder = copied
     expected = kind.read(store[1], "validation")
     path = folder / name.removeprefix("unfinished ")
@@ -619,7 +619,7 @@ def test_damaged_records(name, kind, store, copied):
         return False
 
     accepted = sum(map(attempt, damages(content, seed=len(path.name))))
-    assert accepted <= 2  # a bit that is not of a value, as in white space
+    assert accepted <= 2  # a bit outside the values, as in white space
     if path.suffix == ".json" and kind.name == "corpus":  # pairs always had checksums
         record = json.loads(content)
         record.pop("crc32", None)
@@ -631,7 +631,7 @@ def test_damaged_records(name, kind, store, copied):
 
 
 def test_fields_that_are_checked_are_those_that_are_written(kind, store):
-    """So that a folder of today is never refused for want of a field."""
+    """Current folders are never refused because of a missing field."""
     module, unit = metadata, preparation.RECORD_FIELDS
     if kind.name == "pairs":
         module, unit = pair_metadata, kind.units[0].RECORD_FIELDS

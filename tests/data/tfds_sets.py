@@ -1,11 +1,11 @@
-"""Data sets of TensorFlow Datasets, prepared as array_record without TensorFlow."""
+"""TensorFlow Datasets prepared as array_record without TensorFlow."""
 
 
 def prepare_tfds(folder, features, splits, *, config: str = "", version: str = "1.0.0") -> str:
-    """Prepares a data set "small_set" and returns its folder.
+    """Prepare a data set "small_set" and return its folder.
 
     Args:
-      features: by name, as `tfds.features.FeaturesDict` takes them, or a feature.
+      features: dict of features for `tfds.features.FeaturesDict`, or a single feature.
       splits: rows of each split, by name.
       config: name of a builder config, for data sets that have several.
     """
@@ -23,7 +23,7 @@ def prepare_tfds(folder, features, splits, *, config: str = "", version: str = "
             return {name: enumerate(rows) for name, rows in splits.items()}
 
         def _generate_examples(self):
-            raise NotImplementedError  # the splits are given
+            raise NotImplementedError  # the splits are passed directly
 
     builder = SmallSet(data_dir=str(folder), file_format="array_record", config=config or None)
     builder.download_and_prepare()

@@ -1,4 +1,4 @@
-"""Properties of a corpus alone: held-out documents, layouts, and undecodable text."""
+"""Corpus-specific properties: held-out documents, layouts and undecodable text."""
 
 import json
 import logging
@@ -96,7 +96,7 @@ def test_undecodable_text_ends_it_and_keeps_what_is_done(
         prepare(config, folder)
     times = {path: path.stat().st_mtime_ns for path in folder.glob("units/*.json")}
     assert times
-    # What was finished holds under any policy, since it has no undecodable text.
+    # Finished units stay valid under any policy, since they contain no undecodable text.
     corpus = prepare(change(config, data={"encoding_errors": "skip"}), folder)
     assert all(path.stat().st_mtime_ns == time for path, time in times.items())
     assert sum(split.documents for split in corpus.splits.values()) == 300

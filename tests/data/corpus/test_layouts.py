@@ -1,4 +1,4 @@
-"""Rows of documents: packed ones, ELECTRA's examples, and pairs of texts with labels."""
+"""Rows of documents: packed rows, ELECTRA's examples, and labeled text pairs."""
 
 import itertools
 import json
@@ -41,13 +41,13 @@ def pair(documents, length=128, pairs="next", seed="0"):
 
 
 def number(sizes):
-    """Makes documents from the token counts of their lines; each token is another number."""
+    """Make documents from the token counts of their lines; every token is a different number."""
     counter = itertools.count(10)
     return [[[next(counter) for _ in range(size)] for size in lines] for lines in sizes]
 
 
 def natural(count, seed=0, lines=(1, 40)):
-    """Documents of lines of 3 to 50 tokens."""
+    """Return documents of lines of 3 to 50 tokens."""
     rng = random.Random(seed)
     return number([[rng.randint(3, 50) for _ in range(rng.randint(*lines))] for _ in range(count)])
 
@@ -57,7 +57,7 @@ def all_of(documents):
 
 
 def texts(row):
-    """(first, second text) of a row of two, without special tokens."""
+    """Return (first, second text) of a row, without special tokens."""
     assert (row.tokens[0], row.tokens[-1]) == (SPECIAL.cls, SPECIAL.sep)
     boundary = row.type_ids.index(1) if 1 in row.type_ids else len(row.tokens)
     assert row.type_ids == [0] * boundary + [1] * (len(row.tokens) - boundary)
@@ -90,7 +90,7 @@ def test_records_round_trip(layout):
 
 
 def pieces(row):
-    """(segment id, ids between [CLS] and [SEP]) of each piece of a row."""
+    """Yield (segment id, ids between [CLS] and [SEP]) of each document part in a row."""
     found = zip(row.segment_ids, row.tokens, strict=True)
     for segment, group in itertools.groupby(found, key=lambda pair: pair[0]):
         tokens = [token for _, token in group]
@@ -109,7 +109,7 @@ def test_packing_keeps_every_token_in_order(sizes, length):
         assert len(row.tokens) == len(row.segment_ids) <= length
         found = list(pieces(row))
         assert [segment for segment, _ in found] == list(range(1, len(found) + 1))
-        for _, piece in found:  # one document a piece
+        for _, piece in found:  # one document per segment
             assert piece
             assert not starts & set(piece[1:])
     shortest = min(16, length // 8)
@@ -122,7 +122,7 @@ def test_packed_rows_are_full():
     rows = pack(PackedRows(128, SPECIAL), number([[5000], [3000], [126], [7]]))
     assert all(len(row.tokens) >= 128 - 17 for row in rows[:-1])
     assert sum(len(row.tokens) for row in rows[:-1]) / (128 * (len(rows) - 1)) > 0.97
-    rows = pack(PackedRows(8, SPECIAL), [[[10]], [[]], [[11]], [[12]]])  # of one token each
+    rows = pack(PackedRows(8, SPECIAL), [[[10]], [[]], [[11]], [[12]]])  # one token each
     assert [row.tokens for row in rows] == [[2, 10, 3, 2, 11, 3], [2, 12, 3]]
     assert [row.segment_ids for row in rows] == [[1, 1, 1, 2, 2, 2], [1, 1, 1]]
 
@@ -139,20 +139,21 @@ def test_electra_statistics():
     assert all(first == sorted(first) and second == sorted(second) for first, second in found)
     long = [(first, second) for first, second in found if len(first) + len(second) > 110]
     assert len(long) > 1000
-    assert 0.07 < sum(not second for _, second in long) / len(long) < 0.14  # 10 %
+    assert 0.07 < sum(not second for _, second in long) / len(long) < 0.14  # 10% have one segment
     middle = np.mean([len(first) for first, second in long if second])
-    assert 55 < middle < 75  # near half of the row
+    assert 55 < middle < 75  # close to half of the row
     short = sum(len(row.tokens) < 90 for row in rows) / len(rows)
-    assert 0.02 < short < 0.08  # 5 % short targets and the ends of documents
+    assert 0.02 < short < 0.08  # 5% short targets, plus document ends
     rows = electra(documents[:40], bug=True)  # mostly one segment
     counts = Counter((bool(first), bool(second)) for first, second in map(texts, rows))
     assert counts[True, False] / len(rows) > 0.95
-    assert counts[False, True] > 0  # short targets: the first line is long for them
+    assert counts[False, True] > 0  # short targets: the first line exceeds half of the target
 
 
 def test_electra_release_bug_with_long_lines():
-    """A first line of half the target or more goes to the second segment, the first stays empty;
-    a shorter line after it reverses the order of the text.
+    """A first line of at least half the target goes to the second segment; the first stays empty.
+
+    A shorter line after it goes to the first segment, which reverses the order of the text.
     """
     long, short = list(range(10, 110)), list(range(200, 240))
     (sound,) = electra([[long, short]], seed="a")
@@ -162,7 +163,7 @@ def test_electra_release_bug_with_long_lines():
         first, second = texts(electra([[long, short]], bug=True, seed=seed)[0])
         turned[first == short and second == long[: 128 - 40 - 3]] += 1
         turned["empty"] += texts(electra([[long]], bug=True, seed=seed)[0]) == ([], long)
-    assert 40 <= turned[True] <= 50  # all but the 10 % of single segments
+    assert 40 <= turned[True] <= 50  # all but the 10% with a single segment
     assert 40 <= turned["empty"] <= 50
 
 
@@ -180,7 +181,7 @@ def test_electra_examples_do_not_cross_documents_and_repeat_with_the_seed():
 @settings(max_examples=60)
 @given(sizes=sizes_of_documents, length=lengths, seed=st.text(max_size=2))
 def test_labels_of_pairs_are_true(sizes, length, seed):
-    """What a false second text displaces comes in the next row: each token once."""
+    """Text displaced by a random second text starts the next row, so each token occurs once."""
     documents = number([[size for size in lines if size] for lines in sizes])
     place = {token: i for i, lines in enumerate(documents) for line in lines for token in line}
     starts = {line[0] for lines in documents for line in lines}
@@ -213,7 +214,7 @@ def test_labels_of_pairs_are_true(sizes, length, seed):
 
 @pytest.mark.parametrize("pairs", ["next", "order"])
 def test_half_of_the_pairs_are_false_and_lengths_do_not_tell(pairs):
-    """Means of both kinds within four standard errors of each other."""
+    """The mean lengths of both labels differ by less than four standard errors."""
     rows = pair(natural(1_200), pairs=pairs)
     labels = np.array([row.pair_label for row in rows])
     judged = labels[labels != UNLABELLED]
@@ -224,13 +225,15 @@ def test_half_of_the_pairs_are_false_and_lengths_do_not_tell(pairs):
         true, false = (measure[labels == label] for label in (FOLLOWS, OTHER))
         error = (true.var() / len(true) + false.var() / len(false)) ** 0.5
         assert abs(true.mean() - false.mean()) < 4 * error
-        assert error < 0.7  # tokens of 128
+        assert error < 0.7  # tokens, of 128
 
 
 @pytest.mark.parametrize("pairs", ["next", "order"])
 def test_the_first_sentence_of_the_second_text_tells_little(pairs):
-    """A text cut by tokens is followed by a sentence that is a third longer than the mean here; so
-    is one of another document.
+    """The first sentence of a second text is equally long for both labels.
+
+    Sentences after a cut by token count are a third longer than average here. Random second texts
+    must be selected in the same way.
     """
     rng = random.Random(2)
     documents = number(
@@ -246,9 +249,9 @@ def test_the_first_sentence_of_the_second_text_tells_little(pairs):
 
 def test_rows_without_a_label():
     assert {row.pair_label for row in pair(natural(1, seed=3))} == {UNLABELLED}  # one document
-    lone = number([[5], [4]])  # of one sentence each
+    lone = number([[5], [4]])  # one sentence each
     assert [row.pair_label for row in pair(lone)] == [UNLABELLED] * 2
-    rows = pair(number([[300]]))  # a long sentence is cut and stands alone
+    rows = pair(number([[300]]))  # a long sentence is cut and gets no second text
     assert [len(texts(row)[0]) for row in rows] == [125, 125, 50]
     rows = pair(number([[100, 90, 80], [7, 7]]), pairs="order")
     assert [row.pair_label == UNLABELLED for row in rows] == [True] * 3 + [False]
@@ -259,12 +262,12 @@ def test_rows_without_a_label():
     "\u4e00\u3002|\u4e8c\uff01|\u4e09",
     "no end",
     "\u201cGo!\u201d| he said.| She went.",
-    "\u300c\u4e00\u3002\u300d|\u4e8c\uff01\uff1f|\u4e09",  # Japanese: what closes goes along
+    "\u300c\u4e00\u3002\u300d|\u4e8c\uff01\uff1f|\u4e09",  # Japanese: closing brackets stay
     "\u092f\u0939 \u0939\u0948\u0964| \u0935\u0939?| \u0939\u093e\u0901",  # Hindi
     "\u06cc\u06c1 \u06c1\u06d2\u06d4| \u0648\u06c1\u061f| \u06c1\u0627\u06ba",  # Urdu
 ], ids=range(7))  # fmt: skip
 def test_sentences(text):
-    """Japanese ones began with the bracket that closed the last, Hindi and Urdu ones had no end."""
+    """Covers closing brackets in Japanese and the sentence ends of Hindi and Urdu."""
     assert split_sentences(text.replace("|", "")) == [part.strip() for part in text.split("|")]
 
 

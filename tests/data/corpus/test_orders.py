@@ -1,4 +1,4 @@
-"""Orders of rows: permutations by position, and the order of the official code, simulated."""
+"""Row orders: permutations by position, and the simulated order of the official code."""
 
 import collections
 import itertools
@@ -19,7 +19,7 @@ from tests.refusals import refused
 
 
 def test_orders_are_pinned():
-    """A change here changes the data order of every run that is resumed."""
+    """A change here changes the data order of every resumed run."""
     pinned = [3, 5, 9, 7, 8, 4, 6, 1, 2, 0, 2, 6, 5, 1, 9, 3, 0, 8, 4, 7]
     assert shuffled(10, 0)(np.arange(20)).tolist() == pinned
     pinned = [4, 7, 11, 8, 9, 6, 1, 9, 3, 5, 9, 1]
@@ -32,23 +32,23 @@ def test_every_epoch_is_a_permutation(size, seed, epoch):
     order = shuffled(size, seed)
     rows = order(np.arange(size) + epoch * size)
     assert sorted(rows.tolist()) == list(range(size))
-    some = np.asarray([size - 1, 0, size // 2])  # whatever is asked for at once
+    some = np.asarray([size - 1, 0, size // 2])  # any subset of positions
     assert order(some + epoch * size).tolist() == rows[some].tolist()
 
 
 def test_permutations_are_random():
-    """Each row is equally often at the first place, and neighbors do not stay together."""
+    """First rows are uniformly distributed, and neighbors are separated."""
     orders = [
         *shuffled(1000, 0)(np.arange(3000)).reshape(3, 1000),
         *shuffled(1000, 1)(np.arange(3000)).reshape(3, 1000),
     ]
-    for a, b in itertools.combinations(orders, 2):  # two agree in one place on average
+    for a, b in itertools.combinations(orders, 2):  # on average 1 position is equal
         assert np.sum(np.equal(a, b)) < 10
     size = 64
     first = np.bincount(shuffled(size, 1)(np.arange(6400) * size), minlength=size)
-    assert np.sum((first - 100) ** 2 / 100) < 110  # chi square, 63 degrees of freedom: p = 0.0002
+    assert np.sum((first - 100) ** 2 / 100) < 110  # chi-squared, 63 degrees of freedom: p = 0.0002
     order = shuffled(100_000, 2)(np.arange(100_000))
-    assert np.mean(np.abs(np.diff(order)) < 100) < 0.005  # 0.2 % by chance
+    assert np.mean(np.abs(np.diff(order)) < 100) < 0.005  # 0.2% by chance
     assert abs(np.corrcoef(order, np.arange(100_000))[0, 1]) < 0.02
 
 
@@ -56,7 +56,7 @@ def test_permutations_are_random():
 
 
 def simulate(rows, files: int, cycle: int, buffer: int, seed: int):
-    """Endless rows as the official code writes and reads them: real files, queues and buffers."""
+    """Yield rows forever in the official code's order: files, queues and shuffle buffers."""
     rng = random.Random(seed)
 
     def shuffle(stream, size):
@@ -84,15 +84,15 @@ def simulate(rows, files: int, cycle: int, buffer: int, seed: int):
 
 
 def documents_in_batches(rows, batches: int, size: int = 128) -> np.ndarray:
-    """Distinct documents in each of `batches` batches; a row is given as its document."""
+    """Count the distinct documents in each batch; each row is given as its document."""
     taken = np.asarray(rows[: batches * size]).reshape(batches, size)
     return np.asarray([len(set(batch.tolist())) for batch in taken])
 
 
 def test_a_batch_is_of_as_many_documents_as_in_the_official_code():
-    """128 rows have 111 to 128 documents, in every batch; in document order they have 22 to 24."""
+    """A batch of 128 rows has 111 to 128 documents; in document order it would have 22 to 24."""
     lengths = 1 + np.random.default_rng(0).geometric(0.12, 7000).clip(max=60)
-    document_of = np.repeat(np.arange(len(lengths)), lengths)  # of some 60,000 rows, as written
+    document_of = np.repeat(np.arange(len(lengths)), lengths)  # about 60,000 rows, in order
     batches = 1200  # two and a half epochs
     stream = itertools.islice(simulate(document_of, 1000, 4, 100, 0), batches * 128)
     expected = documents_in_batches(list(stream), batches)
@@ -108,7 +108,7 @@ def test_a_batch_is_of_as_many_documents_as_in_the_official_code():
 
 
 def test_rows_are_dealt_to_files_and_four_are_read_in_turn(monkeypatch):
-    """Without the buffer of rows: each lane reads whole files, in the order written."""
+    """Without the shuffle buffer, each lane reads whole files in the order written."""
     monkeypatch.setattr("convbert_jax.data.corpus.shuffling.BUFFER", 1)
     size, files = 25_300, 1000
     rows = release_order([size], 3)(np.arange(4 * size))
@@ -153,7 +153,7 @@ def test_order_is_a_function_of_the_position(shards, seed, far):
 
 
 def test_shuffled_documents(config, change, tmp_path, small_units, contents, monkeypatch):
-    """400 documents of some 8 rows, each line with the number of its document."""
+    """400 documents of about 8 rows; each line contains its document's number."""
     rng = random.Random(0)
     words = ["ba", "de", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu"]
     lines = {n: [rng.choices(words, k=20) for _ in range(rng.randint(2, 14))] for n in range(400)}
@@ -166,7 +166,7 @@ def test_shuffled_documents(config, change, tmp_path, small_units, contents, mon
     config = change(plain, data={"shuffle_documents": True})
 
     def numbers(corpus, tokens) -> list[int]:
-        """The documents of rows, by the numbers in their text."""
+        """Return the documents of rows, from the numbers in their text."""
         found = [re.search(r"\d{4}", corpus.tokenizer.decode(row.tolist())) for row in tokens]
         return [int(match[0]) for match in found if match]
 
@@ -178,7 +178,7 @@ def test_shuffled_documents(config, change, tmp_path, small_units, contents, mon
     shuffled, whole = prepare(config, tmp_path / "one"), prepare(plain, tmp_path / "plain")
     assert len(shuffled.splits["train"].shards) > 3
     assert order(whole) == sorted(order(whole))
-    assert sorted(order(shuffled)) == order(whole)  # each in one piece
+    assert sorted(order(shuffled)) == order(whole)  # each document stays contiguous
     assert order(shuffled) != order(whole)
     assert shuffled.fingerprint != whole.fingerprint
     with refused(DataError, "layout", path=tmp_path / "plain"):
@@ -187,7 +187,7 @@ def test_shuffled_documents(config, change, tmp_path, small_units, contents, mon
     batches = training_batches(shuffled, batch_size=128, seed=0, release_shuffle=True)
     found = [len(set(numbers(shuffled, next(batches)["tokens"]))) for _ in range(12)]
     batches.close()
-    drawn = 380 * (1 - (1 - 1 / 380) ** 128)  # expected for random documents
+    drawn = 380 * (1 - (1 - 1 / 380) ** 128)  # expected for random rows
     assert min(found) > 0.85 * drawn
 
     prepare(change(config, data={"workers": 2}), tmp_path / "two")

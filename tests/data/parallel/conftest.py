@@ -1,4 +1,4 @@
-"""Pairs of made-up sentences: a source, and its words spelled backwards with some more."""
+"""Pairs of artificial sentences: the target is the source's words spelled backwards, and more."""
 
 import gzip
 import random
@@ -28,7 +28,7 @@ def make_pairs(count: int, seed: int = 0) -> list[tuple[str, str]]:
 
 
 def write_files(folder, pairs, compressed=False):
-    """The source `parallel:` of two files with these pairs."""
+    """Write two files of pairs; return their `parallel:` source."""
     opener, ending = (gzip.open, ".gz") if compressed else (open, "")
     names = []
     for side, name in enumerate(("train.aa", "train.bb")):
@@ -45,7 +45,7 @@ def pairs():
 
 
 def pair_config(source: str, *, shared_vocabulary: bool = True, **fields) -> Config:
-    """A config of a small vocabulary; `fields` are set in config.parallel."""
+    """Return a config with a small vocabulary; `fields` are set in config.parallel."""
     fields = {"heldout_fraction": 0.1, "batch_tokens": 256, "shapes": 3} | fields
     return Config(
         tokenizer=TokenizerSection(vocab_size=160, train_megabytes=1),
@@ -62,7 +62,7 @@ def make_config():
 
 @pytest.fixture(scope="session")
 def prepared(pairs, make_config, tmp_path_factory):
-    """(config, prepared pairs), for tests that only read them."""
+    """(config, prepared pairs), for read-only tests."""
     folder = tmp_path_factory.mktemp("pairs")
     config = make_config(write_files(folder, pairs))
     return config, prepare(config, folder / "prepared")

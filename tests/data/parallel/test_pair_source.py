@@ -1,4 +1,4 @@
-"""Pairs out of files: the same whatever the format, each once whatever the units."""
+"""Reading pairs: the same pairs from every format, each once for any unit size."""
 
 import csv
 import gzip
@@ -36,7 +36,7 @@ def as_csv(*rows):
 
 
 def as_rows(names, rows=PAIRS):
-    """Objects; with dotted names nested ones."""
+    """Yield rows as dicts; dotted names become nested dicts."""
     for row in rows:
         found = {}
         for name, value in zip(names, row, strict=False):
@@ -46,7 +46,7 @@ def as_rows(names, rows=PAIRS):
 
 
 def write(folder, kind, content):
-    """The source of one file: text, or of parquet the rows of three files with row groups."""
+    """Write one text file, or three parquet files with row groups; return their source."""
     if kind == "parquet":
         import pyarrow
         from pyarrow import parquet
@@ -65,7 +65,7 @@ def write(folder, kind, content):
 
 NESTED = ("tr.de", "tr.en")
 TSV = "".join(f"{s}\t{t}\tmore\n" for s, t in PAIRS)
-# kind: its source, columns, number of the first pair
+# kind: source, columns, number of the first pair
 SOURCES = {
     "parallel": (lambda folder: write_files(folder, PAIRS), (), 1),
     "compressed": (lambda folder: write_files(folder, PAIRS, compressed=True), (), 1),
@@ -93,7 +93,7 @@ def test_every_pair_comes_once_in_order(kind, tmp_path, monkeypatch):
         assert [number for number, _ in found] == list(range(first, first + len(PAIRS)))
         assert len(source.units) > 1 or unit_bytes > 700 or "csv" in kind
         assert {path.name for path in source.files} == {path.name for path in tmp_path.iterdir()}
-    if kind == "parquet":  # rows are numbered through all files
+    if kind == "parquet":  # rows are numbered across all files
         for number, place in ((1, ("0", 1)), (20, ("0", 20)), (47, ("2", 7))):
             path = tmp_path / f"{place[0]}.parquet"
             assert source.place(number) == Location(path, place[1], "row")
@@ -116,7 +116,7 @@ THREE = [("a", "b", "c"), ("d", "e", " ")]
 
 @pytest.mark.parametrize("kind", ["parallel", "tsv", "tsv with names", "jsonl", "list", "parquet"])
 def test_further_references_are_of_all_targets_alone(kind, tmp_path):
-    """A blank reference is left out, in every format."""
+    """A blank reference is omitted in every format."""
     tsv = "".join("\t".join(row) + "\n" for row in THREE)
     lists = [{"source": s, "target": targets} for s, *targets in THREE]
     spec, columns = {
@@ -139,7 +139,7 @@ def test_further_references_are_of_all_targets_alone(kind, tmp_path):
     assert first == [("a", "b"), ("d", "e")]
 
 
-# Rows of a source of each kind: a pair, or names that its fault mentions.
+# Rows for each source kind: a valid pair, or names that the error mentions.
 @pytest.mark.parametrize(("kind", "content", "rows"), [
     ("csv", b'source,target\n"a, ""b""\nc",d\nonly one\nx,\xe9\ne,f\n',
      {2: ('a, "b"\nc', "d"), 4: ["1", "2"], 5: ["utf-8"], 6: ("e", "f")}),
@@ -203,7 +203,7 @@ def test_sources_that_cannot_be_read(tmp_path, make_config):
     with refused(DataError, 60, other, 2, path=tmp_path / "train.aa"):
         _ = open_pairs(spec, SECTION).units
     for encoding in ("utf-16", "utf-16-le"):
-        # Half of the lines are valid UTF-8, with zeros between the letters.
+        # Half of the lines are valid UTF-8, with NUL bytes between the letters.
         other.write_bytes("one word\nand two\n".encode(encoding))
         with refused(DataError, "UTF-16", path=other):
             open_pairs(spec, SECTION)
@@ -217,7 +217,7 @@ def test_sources_that_cannot_be_read(tmp_path, make_config):
     with refused(DataError, path=path):
         _ = open_pairs(spec, SECTION).units
     (tmp_path / "a.tsv").write_text("one\tein\ntwo\tzwei\n")
-    config = make_config(f"jsonl:{tmp_path}/a.tsv")  # all lines are faults
+    config = make_config(f"jsonl:{tmp_path}/a.tsv")  # every line is invalid
     source = open_pairs(config.parallel.source, config.parallel)
     with refused(DataError, "tsv line 1", "JSON", field="config.parallel.source"):
         vocabularies.make(config, tmp_path, source)

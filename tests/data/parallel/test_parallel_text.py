@@ -1,4 +1,4 @@
-"""Properties of pairs alone: records, skipped pairs, vocabularies, shapes, and cut texts."""
+"""Pair-specific properties: records, skipped pairs, vocabularies, shapes and cut texts."""
 
 import collections
 import dataclasses
@@ -23,7 +23,7 @@ def kind(pairs, make_config):
 
 
 def texts_of(text, rows):
-    """How often each pair of texts is in rows."""
+    """Count each pair of texts in rows."""
     source, target = text.vocabularies
     return collections.Counter((source.decode(a), target.decode(b)) for a, b in rows)
 
@@ -36,7 +36,7 @@ def test_records_come_back(vocab):
     assert [row.source.tolist() for row in back] == [[1, vocab - 1], [7]]
     assert [row.target.tolist() for row in back] == [[3], []]
     assert [(row.source_text, row.target_text) for row in back] == [("ä b", "c"), ("", "")]
-    with pytest.raises(ValueError):  # noqa: PT011  (no error of the user's)
+    with pytest.raises(ValueError):  # noqa: PT011  (internal error, not a user error)
         from_records([to_records(pairs, dtype)[0] + b"x"], dtype)
 
 
@@ -47,7 +47,7 @@ def test_bad_pairs_are_counted_and_the_first_is_named(pairs, make_config, tmp_pa
     caplog.set_level("INFO", logger="absl")
     text = prepare(config, tmp_path / "prepared")
     for kind, parts in (
-        ("(empty)", (f"2 of {len(bad)}", "train.bb line 51")),  # the file that it is in
+        ("(empty)", (f"2 of {len(bad)}", "train.bb line 51")),  # the file with the empty text
         ("(long)", (f"1 of {len(bad)}", "train.aa line 53", "config.parallel.max_length=100")),
         ("(uneven)", ("line 54", "config.parallel.max_ratio=6")),
     ):
@@ -152,7 +152,7 @@ def test_batches_have_few_shapes_and_the_labels_of_their_texts(prepared):
             assert ends == (special.sep, special.sep)
             assert tokens[0] == special.cls
             assert (tokens[1:] == labels[:-1]).all()
-    for devices in (2, 4, 8):  # 8 of the longest fit, so that they have the batches of one
+    for devices in (2, 4, 8):  # 8 of the longest fit, so shapes equal those of one device
         wide = dataclasses.replace(section, batch_tokens=1_000)
         assert list_shapes(text, wide, devices) == list_shapes(text, wide)
 
@@ -160,7 +160,7 @@ def test_batches_have_few_shapes_and_the_labels_of_their_texts(prepared):
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_other_devices_go_on_with_the_batches_that_there_were(prepared, prefetch):
     config, text = prepared
-    # Fewer rows than today, as a run with other devices has.
+    # Fewer rows than the current shapes, as in a run on other devices.
     began = training_batches(text, config.parallel, seed=5, prefetch=0)
     shapes = [[s.rows - 2, s.source, s.target] for s in list_shapes(text, config.parallel)]
     state = began.get_state() | {"shapes": shapes}
@@ -197,7 +197,7 @@ def test_texts_are_cut_anew_in_each_epoch(kind, pairs, make_config, tmp_path):
         [row for batch in part for row in kind.rows(batch)]
         for part in (whole[:count], whole[count:])
     ]
-    # The same texts, now in other pieces.
+    # The same texts, now cut into other pieces.
     first, second = (texts_of(text, epoch) for epoch in epochs)
     assert first == second
     held = [row for b in evaluation_batches(text, config.parallel) for row in kind.rows(b)]

@@ -1,4 +1,4 @@
-"""Plans of epochs: every pair once, in shapes that hold it; the least padding there can be."""
+"""Epoch plans: every pair once, in shapes that fit it, with minimal padding."""
 
 import itertools
 
@@ -51,7 +51,7 @@ def test_an_epoch_has_every_pair_once(lengths, most, row_multiple, length_multip
 @settings(max_examples=40)
 @given(lengths=LENGTHS, most=st.integers(1, 3))
 def test_no_other_lengths_pad_less(lengths, most):
-    """Against all ways to choose as many lengths."""
+    """Compares with every choice of equally many lengths."""
     longer = lengths.max(axis=1)
     edges = sorted({max(s.source, s.target) for s in choose(lengths, most, 10**6)})
 

@@ -1,4 +1,4 @@
-"""Docstrings, and data sets of the hub, of TFDS and of `datasets`."""
+"""Docstrings, and data sets from the hub, TFDS and `datasets`."""
 
 import errno
 import gzip
@@ -59,8 +59,9 @@ def test_docstrings_are_there_in_a_fixed_order(monkeypatch):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The folder that a repository is downloaded to, and the arguments of the downloads. An error
-    among these is raised by the next one.
+    """The download folder and the list of download arguments.
+
+    An error appended to the list is raised by the next download.
     """
     import huggingface_hub
 
@@ -89,7 +90,7 @@ def test_hub_files_are_downloaded_and_read(hub, documents):
 
 
 def test_hub_files_of_text(hub):
-    """The other files of a repository are not documents."""
+    """Other files of a repository are not read as documents."""
     folder = hub[0] / "data"
     jsonl = b'{"text": "one"}\n{"text": "two"}\n'
     for name, data in {
@@ -213,7 +214,7 @@ def test_tfds_name_that_needs_tensorflow(monkeypatch):
 
 
 class Rows(list):
-    """As much of `datasets.Dataset` as is used."""
+    """The part of `datasets.Dataset` that is used."""
 
     _fingerprint = "abc"
 
@@ -223,7 +224,7 @@ class Rows(list):
 
 @pytest.fixture
 def datasets(monkeypatch):
-    """datasets(**functions) stands for the package, version 4.1.0."""
+    """datasets(**functions) replaces the package, as version 4.1.0."""
 
     def stand(version="4.1.0", **functions):
         module = types.SimpleNamespace(__version__=version, **functions)
@@ -239,12 +240,12 @@ def test_datasets_rows(documents, datasets, monkeypatch):
     datasets(load_dataset=lambda *names, **fields: calls.append((names, fields)) or rows)
     assert read("datasets:owner/name/config") == documents[:30]
     assert calls[0] == (("owner/name", "config"), {"split": "train"})
-    rows[:] = [None, "one", "", None, "two"]  # null rows are left out
+    rows[:] = [None, "one", "", None, "two"]  # null rows are skipped
     assert read("datasets:with-nulls") == ["one", "two"]
     rows[:] = [None, None]
     with refused(DataError, field="config.data.text_field", value="text"):
         read("datasets:with-nulls")
-    datasets("3.6.0")  # executes scripts
+    datasets("3.6.0")  # this version executes scripts
     with refused(DataError, "3.6.0", field=SOURCE, value="datasets:wikitext"):
         read("datasets:wikitext")
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -254,7 +255,7 @@ def test_datasets_rows(documents, datasets, monkeypatch):
 
 @pytest.mark.parametrize("saved", ["state.json", "dataset_dict.json", ""])
 def test_a_folder_of_datasets(saved, tmp_path, datasets, monkeypatch):
-    """A path with two slashes was taken for OWNER/NAME/CONFIG, one of save_to_disk for files."""
+    """A local path with two slashes is not a hub name; a folder from save_to_disk is loaded."""
     folder = tmp_path / "my" / "set"
     folder.mkdir(parents=True)
     rows = Rows(["one", "two"])

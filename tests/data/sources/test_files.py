@@ -1,4 +1,4 @@
-"""Documents of text, jsonl, table and parquet files, and the place that an error names."""
+"""Documents in text, jsonl, table and parquet files, and the locations in errors."""
 
 import gzip
 import itertools
@@ -24,7 +24,7 @@ def read(spec, tally=None, **fields) -> list[str]:
 
 
 def write(folder, files):
-    """Writes {name: content}; of a parquet file a list of texts or of rows."""
+    """Write {name: content}; a list is written to parquet, as texts or rows."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def packed(content: bytes) -> bytes:
 
 @pytest.fixture
 def small_units(monkeypatch):
-    """Units of 2 kB and documents of at most 1 kB."""
+    """Use units of 2 kB and documents of at most 1 kB."""
     monkeypatch.setattr(documents_module, "UNIT_BYTES", 2_000)
     for module in (documents_module, text_files, text_formats):
         monkeypatch.setattr(module, "LONGEST", 1_000)
@@ -150,7 +150,7 @@ def test_faults(files, fields, parts, mentions, tmp_path, monkeypatch):
 
 
 def test_formats_are_not_mixed(tmp_path):
-    """The first file alone once decided: a wiki dump lost all the others, without a word."""
+    """The format must not be chosen by the first file only, which would drop the others."""
     for number, files in enumerate((
         {"README.md": "# Mine\n\ntext\n", "a.jsonl": JSONL},
         {"AA": "<doc id=1>\nT\n</doc>\n", "novel.txt": "a\n\nb\n"},
@@ -229,7 +229,7 @@ def test_policies_for_text_that_is_not_utf8(tmp_path):
 
 
 def test_parquet_text_of_any_kind(tmp_path):
-    """Categories of pandas and views of polars were refused as no text."""
+    """Includes dictionary-encoded text (pandas categories) and string views (polars)."""
     import pyarrow
     from pyarrow import parquet
 
@@ -267,7 +267,7 @@ FORMATS = {
 @settings(max_examples=15)
 @given(sizes=st.lists(st.integers(1, 900), min_size=1, max_size=40), seed=st.integers(0, 99))
 def test_units_cut_a_file_between_documents(tmp_path_factory, name, sizes, seed):
-    """Whatever the unit size, the units together give what one unit gives."""
+    """For any unit size, the units together give the same documents as one unit."""
     path = tmp_path_factory.mktemp("units") / "a.txt"
     texts = [f"é{i} " + "x" * size for i, size in enumerate(sizes)]
     path.write_text("".join(map(FORMATS[name].format, texts)), encoding="utf-8")
@@ -288,12 +288,12 @@ def test_units_cut_a_file_between_documents(tmp_path_factory, name, sizes, seed)
 def test_units_of_many_and_of_large_files(tmp_path, documents, small_units, monkeypatch):
     files = {f"{i:03d}.txt": f"document {i} " + "x" * 150 for i in range(100)}
     source = open_source(DataSection(format="file"), write(tmp_path / "many", files))
-    assert 5 <= len(source.units) <= 12  # small files share one
+    assert 5 <= len(source.units) <= 12  # small files share a unit
     texts = [text for unit in source.units for text in source.documents(unit)]
     assert [text.split()[1] for text in texts] == [str(i) for i in range(100)]
     files = {"a.parquet": documents[:50], "b.parquet": documents[50:100]}
     source = open_source(DataSection(), write(tmp_path / "rows", files))
-    assert len(source.units) > 4  # row groups
+    assert len(source.units) > 4  # one unit per group of row groups
     copy = pickle.loads(pickle.dumps(source))
     texts = [text for unit in copy.units for text in copy.documents(unit)]
     assert texts == documents[:100]

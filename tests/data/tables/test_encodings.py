@@ -1,4 +1,4 @@
-"""Text that is not UTF-8: read by the encoding that the config names, which errors suggest."""
+"""Text that is not UTF-8: read with the configured encoding, which errors suggest."""
 
 # ruff: noqa: RUF001
 import gzip
@@ -18,7 +18,7 @@ from convbert_jax.data.tables.table_formats import Fault
 from convbert_jax.data.tasks.own_task import open_task
 from tests.refusals import refused
 
-# Two made-up sentences each.
+# Two artificial sentences each.
 TEXTS = {
     "cp1252": ("Die Äpfel in Köln sind schön.", "Le café est fermé cet été."),
     "cp1250": ("Kůň příliš žlutý běží přes řeku.", "Źrebię śpi a łąka pachnie."),

@@ -1,4 +1,4 @@
-"""Tables of labelled text: the rows that each format gives, and the place that an error names."""
+"""Tables of labeled text: the rows read from each format, and the locations in errors."""
 
 import csv
 import gzip
@@ -27,7 +27,7 @@ def write(folder, name, text, encoding="utf-8"):
 
 
 def read(folder, train, **fields):
-    """(texts, name of the label or names of the tags) of each row."""
+    """Return (texts, label or tag names) of each row."""
     section = TaskSection(folder=str(folder), train=train, heldout_fraction=0.0, **fields)
     task = open_task(section)
 
@@ -140,7 +140,7 @@ def test_rows(name, text, fields, rows, tmp_path):
 
 
 def test_several_files(tmp_path):
-    """Files with one column each, files one after the other, and the files of a glob."""
+    """Files with one column each, concatenated files, and globs."""
     for name, text in (("s1", "a b \nc\n"), ("s2.gz", "d\ne \n"), ("y", "no\nyes\n")):
         write(tmp_path, name, text)
     fields = {"format": "parallel", "columns": ("one", "two", "label"), "texts": ("one", "two")}
@@ -219,11 +219,11 @@ WORDS = TAGS | {"labels": ("O", "B-X")}
     ("a.conll", NAMED, TAGS | {"columns": ("text", "label")}, None, [3, 2]),
 ], ids=lambda value: value if isinstance(value, str) and len(value) < 16 else "")  # fmt: skip
 def test_faults(name, text, fields, line, mentions, tmp_path):
-    """They once were left out in silence where the labels come from the rows."""
+    """Also without configured labels, where labels are collected from the rows."""
     text = gzip.compress(HEADER.encode() * 99)[:20] if text is None else text
     path = tmp_path / name.partition("#")[0]
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    by_config = {"encoding", "pattern"} & set(fields) and not line  # no file is at fault
+    by_config = {"encoding", "pattern"} & set(fields) and not line  # no file is invalid
     for labels in [fields["labels"]] if "labels" in fields else [(), ("a", "b")]:
         with refused(DataError, *mentions, path=None if by_config else path, line=line) as caught:
             read(tmp_path, name, **fields | {"labels": labels})
@@ -255,7 +255,7 @@ def read_values(path, names):
 @settings(max_examples=60)
 @given(st.lists(st.tuples(cells, cells, cells), min_size=1, max_size=8))
 def test_tsv_round_trip(tmp_path_factory, rows):
-    """The first cell of a row may not be blank, the last one keeps its ends."""
+    """A row's first cell may not be blank; its last cell keeps trailing white space."""
     rows = [(f"x{a}", b, f"{c}x") for a, b, c in rows]
     text = "a\tb\tc\n" + "".join("\t".join(row) + "\r\n" for row in rows)
     path = write(tmp_path_factory.mktemp("tsv"), "a.tsv.gz", text)
@@ -266,7 +266,7 @@ def test_tsv_round_trip(tmp_path_factory, rows):
 @settings(max_examples=60)
 @given(st.lists(st.tuples(any_cell, any_cell), min_size=1, max_size=8))
 def test_csv_round_trip(tmp_path_factory, rows):
-    """Quotes, separators and line ends inside cells too."""
+    """Cells may contain quotes, separators and line breaks."""
     rows = [(f"x{a}", f"{b}x") for a, b in rows]
     path = write(tmp_path_factory.mktemp("csv"), "a.csv", as_csv([("a", "b"), *rows]))
     assert [values for _, values in read_values(path, ("a", "b"))] == rows
@@ -275,20 +275,20 @@ def test_csv_round_trip(tmp_path_factory, rows):
 @settings(max_examples=60)
 @given(sentences, st.sampled_from("\t "))
 def test_conll_round_trip(tmp_path_factory, sentences, separator):
-    """A file of words and tags alone has neither comments nor numbers."""
+    """A file with only words and tags has no comments or numbers."""
     text = "\n".join("".join(f"{separator.join(w)}\n" for w in words) for words in sentences)
     path = write(tmp_path_factory.mktemp("conll"), "a.conll", text)
     found = read_values(path, ("0", "-1"))
     assert [[*zip(*columns, strict=True)] for _, columns in found] == sentences
 
 
-# --- Any content: usable examples or one sentence, never a traceback ---
+# --- Any content: usable examples or a one-line error, never a traceback ---
 
 ROW = b'{"text": "a", "label": "x"}\n'
 CONTENTS = [
     b"",
     b"\n \n",
-    ROW + b'{"text": "\\ud800", "label": "y"}\n',  # half of a surrogate pair
+    ROW + b'{"text": "\\ud800", "label": "y"}\n',  # unpaired surrogate
     ROW + b'{"text": "a", "label": "\\ud800"}\n',
     ROW + b'{"text": "a", "label": "y", "\\udfff": 1}\n',
     b"[" * 99_999,

@@ -1,4 +1,4 @@
-"""Texts to rows and rows to batches: cut texts are counted, every row comes once, few shapes."""
+"""Texts to rows to batches: truncation is counted, every row occurs once, few shapes."""
 
 import collections
 
@@ -13,7 +13,7 @@ from convbert_jax.interfaces.special_ids import SpecialIds
 
 
 class Letters:
-    """A tokenizer of single letters, that makes nothing of a zero-width space."""
+    """A tokenizer of single letters that ignores zero-width spaces."""
 
     special = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
 
@@ -22,7 +22,7 @@ class Letters:
 
 
 def pop_the_longer(first, second, budget):
-    """BERT's own loop."""
+    """Truncate a pair as in BERT's code."""
     first, second = list(first), list(second)
     while len(first) + len(second) > budget:
         (first if len(first) > len(second) else second).pop()
@@ -122,7 +122,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 @given(lengths_of_rows, st.sampled_from([1, 4, 9, (5, 3, 1)]))
 @settings(max_examples=80)
 def test_evaluation_has_every_row_once(lengths, batch_sizes):
-    """Each bucket may have its own batch size."""
+    """Each bucket may have a different batch size."""
     batches = length_buckets.evaluation_batches(lengths, (8, 16, 32), batch_sizes)
     seen = np.concatenate([index for _, index in batches])
     assert sorted(seen[seen >= 0]) == list(range(len(lengths)))
@@ -133,13 +133,13 @@ def test_evaluation_has_every_row_once(lengths, batch_sizes):
 
 
 def test_the_release_mixes_within_a_buffer_of_100():
-    """Rows and fillers in one shuffled order, repeated; nothing is drawn before its turn."""
+    """Rows and fillers are mixed within the buffer and repeated, so counts stay balanced."""
     stream = length_buckets.release_batches(37, 128, 8, seed=3)
     drawn = [next(stream) for _ in range(200)]
     assert {length for length, _ in drawn} == {128}
     counts = collections.Counter(np.concatenate([index for _, index in drawn]).tolist())
     assert set(counts) == {-1, *range(37)}
-    # 1600 draws of 40 places; 100 are still in the buffer
+    # 1600 draws from an epoch of 40; 100 are still in the buffer
     assert counts[-1] == pytest.approx(3 * 40, abs=9)
     assert all(count == pytest.approx(40, abs=3) for row, count in counts.items() if row >= 0)
 

@@ -1,5 +1,4 @@
-"""Every GLUE task from the real files where they are, from files with the official columns, and
-from TFDS."""
+"""GLUE tasks from real files (if available), from files in the official format, and from TFDS."""
 
 import gzip
 import logging
@@ -18,8 +17,8 @@ _MNLI = f"index promptID pairID genre {_PARSES} sentence1 sentence2"
 _DEV = f"{_MNLI} label1 label2 label3 label4 label5 gold_label"
 _STSB = "index genre filename year old_index source1 source2 sentence1 sentence2"
 _QQP = "id qid1 qid2 question1 question2 is_duplicate"
-# Task -> split -> (columns of the official file by name, label of each of two rows). CoLA has no
-# header, but in its test file.
+# Task -> split -> (columns of the official file, label of each of two rows). Of CoLA's files, only
+# test has a header.
 OFFICIAL = {
     "CoLA": {"train": ("", "1 0"), "dev": ("", "0 1"), "test": ("index sentence", "")},
     "SST-2": {"train": ("sentence label", "1 0"), "dev": ("sentence label", "0 1"),
@@ -54,12 +53,12 @@ def _cell(column: str, row: int, label: str) -> str:
     if column in ("index", "id"):
         return str(row)
     if column in _TEXTS or column.endswith("String"):
-        return f'Text {row} of "{column}.  '  # a quotation mark that nothing closes
+        return f'Text {row} of "{column}.  '  # an unmatched quotation mark
     return f"other {column}"
 
 
 def write_official(root, task, split, *, packed=False):
-    """Two rows as in the official file; quirks too."""
+    """Write two rows in the official format, including its quirks."""
     columns, labels = OFFICIAL[task][split]
     labels = labels.split() or ["", ""]
     lines = [f'gj04\t{label}\t*\tText {row} of "sentence.' for row, label in enumerate(labels)]
@@ -149,7 +148,7 @@ def test_missing_files_are_named(tmp_path):
         glue.open_task("CoLA", f"tfds:{tmp_path}").read("train")
     path = write_official(tmp_path, "MNLI", "test_diagnostic", packed=True)
     (tmp_path / "AX").mkdir()
-    path.rename(tmp_path / "AX" / "AX.tsv.gz")  # another place of the diagnostic set
+    path.rename(tmp_path / "AX" / "AX.tsv.gz")  # another location of the diagnostic set
     assert len(glue.open_task("MNLI", str(tmp_path)).read("test_diagnostic")) == 2
 
 
@@ -190,7 +189,7 @@ def test_bad_rows(tmp_path, caplog):
 
 
 def test_tfds(tmp_path):
-    """cola, stsb and mnli as TFDS lays them out, in its order of labels, shuffled."""
+    """cola, stsb, mnli and ax as in TFDS, with its label order, shuffled."""
     import numpy as np
     import tensorflow_datasets as tfds
 
@@ -213,14 +212,14 @@ def test_tfds(tmp_path):
         prepare_tfds(tmp_path, features, rows, config=name, version="2.0.0")
     prepared = f"tfds:{tmp_path / 'small_set'}"
     cola = glue.open_task("CoLA", prepared).read("train")
-    assert [example.id for example in cola] == [str(i) for i in range(20)]  # its shuffle is undone
+    assert [example.id for example in cola] == [str(i) for i in range(20)]  # unshuffled
     assert cola[3].texts == ("sentence 3",)
     assert [e.label for e in cola[:4]] == [0, 1, 0, 1]
     assert {e.label for e in glue.open_task("CoLA", prepared).read("test")} == {None}
     stsb = glue.open_task("STS-B", prepared).read("validation")
     assert (stsb[3].label, stsb[3].texts) == (2.0, ("sentence1 3", "sentence2 3"))
     mnli = glue.open_task("MNLI", prepared)
-    # TFDS: 0 entailment, 2 contradiction; the official code: 1 and 0
+    # TFDS: entailment 0, contradiction 2; official code: 1 and 0
     assert [example.label for example in mnli.read("validation_matched")[:4]] == [1, 0, 1, 0]
     assert {example.label for example in mnli.read("test_diagnostic")} == {None}
     with refused(DataError, value="test_mismatched"):
@@ -249,7 +248,7 @@ def test_real_files(real_data, caplog):
     tasks = {name: glue.open_task(name, str(real_data / "glue")) for name in glue.GLUE}
     for (name, split), (start, share) in REAL.items():
         examples = tasks[name].read(split)
-        assert not caplog.text  # the official count, nothing left out, no empty text
+        assert not caplog.text  # the official count, nothing skipped, no empty text
         assert examples[0].texts[0].startswith(start)
         labels = [example.label for example in examples]
         if share is None:

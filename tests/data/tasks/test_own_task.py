@@ -1,4 +1,4 @@
-"""Tasks of one's own: splits, labels, skipped rows, faults of their sections, real data sets."""
+"""User-defined tasks: splits, labels, skipped rows, config errors, and real data sets."""
 
 import dataclasses
 import json
@@ -22,8 +22,9 @@ AB = HEADER + "x\ta\ny\tb\n"
 
 @pytest.fixture
 def task(tmp_path):
-    """task({name: text}, **fields): writes files, opens their task. A text may be a list of rows,
-    which are written as JSON lines.
+    """task({name: text}, **fields): write files and open their task.
+
+    A list of rows is written as JSON lines.
     """
 
     def open_(files, **fields):
@@ -127,7 +128,7 @@ def test_held_out_rows_are_a_part_of_the_training_rows(task):
 
 
 def test_training_files_are_parsed_once(task, monkeypatch):
-    """For their labels, the rows to train on and those held out."""
+    """Labels, training rows and held-out rows come from one pass."""
     opened = []
     monkeypatch.setattr(
         own_rows,
@@ -139,13 +140,13 @@ def test_training_files_are_parsed_once(task, monkeypatch):
         toy = task({"a.tsv": HEADER + rows}, train="a.tsv", labels=names)
         assert len(toy.read("train")) + len(toy.read("validation")) == 99
         assert len(opened) == 1
-        assert len(toy.read("train")) > 0  # again, from the file
+        assert len(toy.read("train")) > 0  # reads the file again
         assert len(opened) == 2
         opened.clear()
 
 
 def test_rows_to_score_on_are_not_trained_on(task, tmp_path):
-    """A glob for all files included the files of the other split."""
+    """A glob for the training files may match the files of another split."""
     both = {"train": [{"text": "x", "label": 1}, {"text": "y", "label": 0}]}
     files = {"a.tsv": AB, "b.tsv": AB, "c.json": json.dumps(both | {"dev": both["train"]})}
     for split in ("validation", "test"):
@@ -162,7 +163,7 @@ def test_rows_to_score_on_are_not_trained_on(task, tmp_path):
 
 
 def test_rows_keep_their_numbers_whatever_is_skipped(task, caplog):
-    """So that predictions join to the file."""
+    """Ids must allow joining predictions with the file."""
     files = {
         "a.tsv": HEADER + "x\ta\n\tb\ny\tb\tc\nz\tb\n",
         "b.jsonl": '{"text": "v", "label": "a"}\n{"text\n5\n{"text": "w", "label": "a"}\n',
@@ -172,7 +173,7 @@ def test_rows_keep_their_numbers_whatever_is_skipped(task, caplog):
     tagging = {"kind": "tagging", "labels": ("O", "B")}
     for train, fields, rows in (
         ("a.tsv,b.jsonl", {"labels": ("a", "b")}, "0x 3z 4v 7w"),
-        ("c.conll", tagging, "0a 2d"),  # never half of a sentence
+        ("c.conll", tagging, "0a 2d"),  # never a part of a sentence
         ("d.csv", {}, "0x 2z"),
     ):
         toy = task(files, train=train, bad_rows="skip", heldout_fraction=0.0, **fields)
@@ -192,7 +193,7 @@ def test_two_rows_of_one_id_are_logged(task, caplog):
         assert place in record.getMessage()
 
 
-# --- Faults of a section ---
+# --- Config errors ---
 
 
 @pytest.mark.parametrize(("fields", "field", "value", "mentions"), [
@@ -222,7 +223,7 @@ def test_faults_of_a_section(fields, field, value, mentions, task):
         task(files, **{"train": "a.tsv"} | fields)
 
 
-# --- The real data sets, by their configs ---
+# --- Real data sets with their configs ---
 
 REAL = {
     "imdb": (("train", "validation", "test"), 50_000, ("negative", "positive")),
@@ -259,5 +260,5 @@ def test_real_data_by_config(name, real_data, tmp_path, monkeypatch, caplog):
     skipped = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert bool(skipped) == (name == "qqp_part")
     assert all("line 1" in message for message in skipped)
-    if name == "trec":  # which is not UTF-8
+    if name == "trec":  # not UTF-8
         assert any("sister\u00f0city" in example.texts[0] for example in examples)

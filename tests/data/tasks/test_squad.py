@@ -1,4 +1,4 @@
-"""SQuAD from its own files and from TFDS, errors for files that are not right, and its windows."""
+"""SQuAD from its files and from TFDS, errors of invalid files, and windows."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ def test_original_files(tmp_path, caplog):
         assert squad.read("v2", "validation", folder / name) == QUESTIONS
     assert "11873" in caplog.text
     caplog.clear()
-    write(tmp_path / "train-v1.1-part.json", QUESTIONS[:1])  # another name
+    write(tmp_path / "train-v1.1-part.json", QUESTIONS[:1])  # a different name
     assert squad.read("v1", "train", tmp_path) == QUESTIONS[:1]
     assert "train-v1.1-part.json" in caplog.text
 
@@ -161,11 +161,11 @@ def test_real_files(real_data, caplog):
     assert squad.misplaced(second) == []
     assert all(bool(q.answers) != q.impossible for q in second)
     train = squad.read("v1", "train", folder)
-    assert len(train) == 87_599  # the larger of two files that could be meant
+    assert len(train) == 87_599  # the larger of two candidate files
     assert squad.usable_for_training(train) == train
 
 
-# --- Windows over contexts: nothing is lost, every answer can be had back ---
+# --- Windows cover the context, and every answer can be recovered ---
 
 
 @pytest.fixture(scope="module", params=["sentencepiece", "wordpiece"])
@@ -183,7 +183,7 @@ def test_windows_cover_the_context(tokens, room, stride):
     assert covered.all()
     starts = [first for first, _ in parts]
     assert starts == sorted(set(starts))
-    # The one chosen has the token, and no other has more tokens on its poorer side.
+    # The chosen window has the token and maximizes the smaller side of its context.
     for place, index in enumerate(most_context(tokens, parts)):
         sides = [
             min(place - first, first + size - 1 - place) if first <= place < first + size else -1
@@ -234,7 +234,7 @@ def test_every_answer_can_be_recovered(tokenizer, words, blank, stride, data):
         chosen[row.first : row.first + size] += row.best
     assert (chosen == 1).all()
 
-    # Where a window has the answer, its tokens give back its text, a token at most longer.
+    # Tokens of an answer give back its text, with at most one token more.
     first, last = windows.answers[0]
     room = 40 - rows[0].context_at - 1
     having = [row for row in rows if row.end]
@@ -247,7 +247,7 @@ def test_every_answer_can_be_recovered(tokenizer, words, blank, stride, data):
         assert text.strip() in got
         shift = row.first - row.context_at
         assert (row.start + shift, row.end + shift) == (first, last)
-        if blank != "\u00a0":  # words are split at blanks: nothing more
+        if blank != "\u00a0":  # words are split at blanks
             assert got == text
 
 

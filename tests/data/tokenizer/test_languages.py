@@ -1,4 +1,4 @@
-"""Text in other languages than English: what a vocabulary keeps, and which settings are refused."""
+"""Text in other languages: what a vocabulary keeps, and which settings are refused."""
 
 # ruff: noqa: RUF001  (the tests need look-alike characters)
 import contextlib
@@ -47,7 +47,7 @@ def train(texts, folder, *, is_generative=False, **fields):
 
 
 def train_up_to(texts, section, folder):
-    """A vocabulary by the advice of the errors, which may be followed once."""
+    """Train a vocabulary; on an error, retry once with the size that it suggests."""
     try:
         return train_tokenizer(texts, section, folder)
     except TokenizerError as error:
@@ -63,7 +63,7 @@ def without_spaces(text):
     return "".join(text.split())
 
 
-# --- What is chosen ---
+# --- Default settings ---
 
 
 @pytest.mark.parametrize(("language", "kind"), [
@@ -72,7 +72,7 @@ def without_spaces(text):
     ("arabic", "sentencepiece"), ("hindi", "sentencepiece"), ("korean", "wordpiece"),
 ])  # fmt: skip
 def test_a_default_vocabulary_keeps_the_letters_of_a_language(language, kind, tmp_path, caplog):
-    """German was read as `die apfel sind schon uber koln`, and Hindi was refused."""
+    """Covers umlauts (German) and vowel signs (Hindi), among others."""
     texts = make_texts(language, 200)
     caplog.set_level(logging.INFO)
     tokenizer = train(texts, tmp_path, kind=kind)
@@ -94,7 +94,7 @@ def test_a_default_vocabulary_keeps_the_letters_of_a_language(language, kind, tm
 
 
 def test_some_words_of_turkish_do_not_decide_about_case():
-    """Names and phonetic signs stand in English encyclopedias too."""
+    """Foreign names and phonetic signs also occur in English encyclopedias."""
     english = "The city of Istanbul lies on both sides of the strait in the north west of it. " * 50
     assert choose_normalization(TokenizerSection(), [english, TURKISH[:9], "/ðə/"]).lowercase
     assert not choose_normalization(TokenizerSection(), [english, TURKISH * 9]).lowercase
@@ -102,7 +102,7 @@ def test_some_words_of_turkish_do_not_decide_about_case():
     for fields in (
         {"lowercase": True, "strip_accents": True, "normalization": "nfkc"},
         {"lowercase": False, "strip_accents": True, "normalization": "identity"},
-    ):  # named settings stay
+    ):  # explicit settings stay
         section = TokenizerSection(**fields)
         for is_generative in (True, False):
             assert choose_normalization(section, [TURKISH], is_generative=is_generative) == section
@@ -121,14 +121,14 @@ def test_a_loaded_vocabulary_has_what_was_chosen(tmp_path):
     assert follow_file(by_file, {"tokenizer.lowercase"}).lowercase is False
 
 
-# --- Lower case, width and Unicode form ---
+# --- Lower case, width and Unicode normalization ---
 
 
 @pytest.mark.parametrize(("kind", "strip_accents"), [
     ("sentencepiece", True), ("sentencepiece", False), ("wordpiece", True), ("wordpiece", False),
 ])  # fmt: skip
 def test_no_entry_of_a_lower_case_vocabulary_is_upper_case(kind, strip_accents, tmp_path):
-    """SentencePiece left "İ" unchanged and capitalized Cherokee; then that was refused."""
+    """Covers "İ" and Cherokee, which SentencePiece's case folding handles differently."""
     texts = [TURKISH, CHEROKEE, "Straße STRASSE ẞ Σας ΟΔΟΣ"] * 30
     tokenizer = train(texts, tmp_path, kind=kind, lowercase=True, strip_accents=strip_accents)
     entries = [entry for entry in tokenizer.entries if entry not in BERT_SPECIAL]
@@ -136,13 +136,13 @@ def test_no_entry_of_a_lower_case_vocabulary_is_upper_case(kind, strip_accents, 
     by_file = dataclasses.replace(tokenizer.section, path=str(tokenizer.path))
     check_tokenizer(load_tokenizer(by_file, tmp_path), texts)
     for text in texts[:3] if not strip_accents else ():
-        expected = "".join(character.lower() for character in text)  # a final sigma is not found
+        expected = "".join(character.lower() for character in text)  # no final sigma
         assert without_spaces(round_trip(tokenizer, text)) == without_spaces(expected)
 
 
 @pytest.mark.parametrize("algorithm", ["unigram", "bpe"])
 def test_generated_text_keeps_its_width(algorithm, tmp_path):
-    """No translator could write the punctuation of its references, and scored 55 BLEU at most."""
+    """Without full-width punctuation, a translation model could not match its references."""
     texts = [*FULL_WIDTH, "Ça coûte 5\u00a0m² …", "ﾊﾝｶｸ ｶﾞ"]
     tokenizer = train(texts * 20, tmp_path, is_generative=True, algorithm=algorithm)
     assert [round_trip(tokenizer, text) for text in texts] == texts
@@ -175,7 +175,7 @@ def test_unicode_forms(form, lowercase, expected, tmp_path):
 
 
 def test_lower_case_composes_as_unicode_does(tmp_path):
-    """Our own table of SentencePiece against Python."""
+    """Compares our SentencePiece normalization table with Python."""
     rng = random.Random(0)
     letters = "aeoEAOIiWwЕеИйΩωᾳקश가ᄒ" + "ﾊｶ"
     marks = "\u0301\u0302\u0323\u0308\u0306\u0345\u0327\u1161\u11ab\uff9e"
@@ -187,14 +187,14 @@ def test_lower_case_composes_as_unicode_does(tmp_path):
         for text in texts
         if tokenizer.normalize(text) != unicodedata.normalize("NFKC", text).lower().strip()
     ]
-    assert len(composed) < len(texts) / 4  # marks in an order that is not Unicode's
+    assert len(composed) < len(texts) / 4  # marks in a non-canonical order
 
 
-# --- Characters that stand alone ---
+# --- Single characters ---
 
 
 def test_a_list_of_hanzi_is_refused_only_if_they_are_misread_latin_letters(tmp_path):
-    """18% of these are valid UTF-8 in gbk by chance."""
+    """By chance, 18% of the hanzi are valid UTF-8 when encoded as gbk."""
     letters = [chr(code) for code in [*range(0xC0, 0x180), *range(0x391, 0x450)]]
     misread = dict.fromkeys(letter.encode().decode("gbk", "ignore") for letter in letters)
     damaged = dict.fromkeys([*filter(None, misread), *HANZI[:100]])
@@ -207,11 +207,11 @@ def test_a_list_of_hanzi_is_refused_only_if_they_are_misread_latin_letters(tmp_p
             check_tokenizer(tokenizer, [])
 
 
-# --- What is lost ---
+# --- Lost text ---
 
 
 def test_long_words_are_counted_by_their_characters(tmp_path):
-    """64% of these characters were lost, as 1% of the tokens."""
+    """Here 64% of the characters are lost, but only 1% of the tokens."""
     rng = random.Random(0)
     texts = ["".join(rng.choices("ACDEFGHIKLMNPQRSTVWY", k=length)) for length in range(50, 350)]
     fields = {"kind": "wordpiece", "vocab_size": 60, "lowercase": False}
@@ -229,7 +229,7 @@ ENGLISH = "In 1905, Albert Einstein published four papers; the third introduced 
 
 @pytest.mark.parametrize(("text", "shown", "left"), [
     ("य\u0939 द\u0941\u0928", "\u0926\u0941\u0928", "\u0926\u0928"),
-    (9 * "あ" + "\u30da\u3044" * 9, "\u30da\u3044", "\u30d8\u3044"),  # voicing
+    (9 * "あ" + "\u30da\u3044" * 9, "\u30da\u3044", "\u30d8\u3044"),  # voiced kana
     ("\u0e17\u0e35\u0e48", "\u0e17\u0e35\u0e48", "\u0e17"),
     ("މާލެއަކީ ދިވެހިރާއްޖޭގެ ވެރިރަށެވެ.", "", ""),  # Dhivehi
     ("שפּראַך און ליטעראַטור", "", ""),  # Yiddish
@@ -238,12 +238,12 @@ ENGLISH = "In 1905, Albert Einstein published four papers; the third introduced 
     ("𞤀𞤣𞤤𞤢𞤥 𞤨𞤵𞥅𞤤𞤢𞤪", "", ""),  # Adlam
 ], ids=range(8))  # fmt: skip
 def test_stripping_letters_is_refused_in_every_script(text, shown, left):
-    """Hindi lost its vowels and Japanese its voicing, without a word."""
+    """In Hindi this would remove vowels, in Japanese voicing."""
     section = TokenizerSection(strip_accents=True)
     field = "config.tokenizer.strip_accents"
     with refused(TokenizerError, shown, left, f"--{field}=False", field=field, value=True):
         refuse_lost_letters(section, [ENGLISH, *[text] * 100])
-    refuse_lost_letters(section, [*[ENGLISH] * 300, text])  # a word among others
+    refuse_lost_letters(section, [*[ENGLISH] * 300, text])  # one word among many
     refuse_lost_letters(choose_normalization(TokenizerSection(), [text]), [text])
 
 

@@ -1,4 +1,4 @@
-"""Trained vocabularies: reproducible, complete, with exact offsets."""
+"""Trained vocabularies: reproducible and complete, with exact offsets."""
 
 import dataclasses
 import pickle
@@ -28,8 +28,8 @@ KINDS = {
     "wordpiece": {"kind": "wordpiece"} | BARE,
 }
 SPECIAL_TEXT = "[PAD] [CLS] x [SEP] [MASK][MASK] [UNK] <pad> <s>"
-# Letters that a vocabulary here knows and does not, accents of both kinds, characters that become
-# several (ligatures, fractions) or none, other scripts, white space of all kinds.
+# Known and unknown letters, composed and combining accents, characters that expand (ligatures,
+# fractions) or vanish, other scripts, and all kinds of white space.
 ALPHABET = (
     "abdeiorABDI .,-'1\u00e9\u00c5e\u0301o\u0308\ufb01\u00bd\u00df\u0130\u6771\u4eac\ud55c"
     "\u1112\u1161\u0e33\u200b\u00ad\u00a0\t\n\u2028\x07\ufffd\U0001f600"
@@ -105,7 +105,7 @@ def test_a_vocabulary_is_loaded_with_the_settings_of_its_training(tokenizer, tmp
 
 
 def test_a_size_that_the_text_cannot_give(tokenizer, documents, tmp_path):
-    """The error names a size that works; the folder stays empty."""
+    """The error suggests a size that works; the folder stays empty."""
     field = "config.tokenizer.vocab_size"
     with refused(TokenizerError, field=field, value=30_000) as caught:
         size = dataclasses.replace(tokenizer.section, vocab_size=30_000)
@@ -192,14 +192,14 @@ def test_case_and_accents_are_those_of_the_settings(
     assert (found.kind, found.vocab_size) == (kind, 300)
     assert {name: getattr(found, name) for name in fields} == fields
     check_tokenizer(load_tokenizer(found, tmp_path), texts)
-    for name, value in fields.items():  # the error names the right setting
+    for name, value in fields.items():  # the error suggests the right setting
         wrong = dataclasses.replace(found, **{name: not value})
         with refused(TokenizerError, f"--config.tokenizer.{name}={value}", path=tokenizer.path):
             check_tokenizer(load_tokenizer(wrong, tmp_path), texts)
 
 
 def test_every_frequent_character_of_a_text_has_an_entry(tmp_path):
-    """A thousand were all, so that a vocabulary trained on Chinese was refused for that text."""
+    """Frequent characters are not limited to a fixed number, as Chinese requires."""
     characters = [chr(0x4E00 + i) for i in range(1_400)]
     texts = ["".join(characters[i : i + 100]) for i in range(0, 1_400, 100)] * 5
     section = TokenizerSection(kind="wordpiece", vocab_size=5_600)
@@ -225,8 +225,9 @@ def _strip(text):
 @settings(max_examples=200)
 @given(text=st.text(alphabet=ALPHABET, min_size=1, max_size=40), data=st.data())
 def test_offsets_of_any_text(tokenizer, text, data):
-    """What the tokens of a span give back holds every character of it that became a token, and
-    is the span itself where it begins and ends with tokens.
+    """The tokens covering a span include all of its characters that became tokens.
+
+    If the span starts and ends at token boundaries, they give back exactly the span.
     """
     ((ids, offsets),) = tokenizer.encode_with_offsets([text])
     assert ids == tokenizer.encode([text])[0]

@@ -1,4 +1,4 @@
-"""Vocabularies of users: kind, size and case are read from the file, and damage is found."""
+"""User-provided vocabularies: kind, size and case come from the file; damage is detected."""
 
 import gzip
 import json
@@ -66,7 +66,7 @@ def test_the_vocabulary_of_bert(bert_file, tmp_path):
     assert tokenizer.special == SpecialIds(pad=0, unknown=100, cls=101, sep=102, mask=103)
     assert tokenizer.encode(["Hello, WORLD!"]) == [[7592, 1010, 2088, 999]]
     assert tokenizer.pieces(tokenizer.encode(["unaffable"])[0]) == ["una", "##ffa", "##ble"]
-    assert tokenizer.encode(["天x"]) == tokenizer.encode(["天 x"])  # ideographs stand alone
+    assert tokenizer.encode(["天x"]) == tokenizer.encode(["天 x"])  # ideographs are separate tokens
 
 
 @pytest.mark.parametrize("fields", [{}, {"kind": "wordpiece", "vocab_size": 100}])
@@ -100,7 +100,7 @@ def test_a_cased_list_is_cased(tmp_path):
 
 @pytest.fixture
 def rewrite(trained, tmp_path):
-    """rewrite(change): a trained tokenizer.json, changed by a function of its content."""
+    """rewrite(change): a trained tokenizer.json after `change(content)`."""
 
     def write(change):
         content = json.loads(trained(kind="wordpiece").path.read_text())
@@ -113,7 +113,7 @@ def rewrite(trained, tmp_path):
 
 
 def test_a_tokenizer_json_says_case_and_longest_word(rewrite, tmp_path):
-    """A vocab.txt has the 200 of BERT's code, `tokenizers` 100 where nothing is stated."""
+    """Default word length: 200 for vocab.txt as in BERT's code, 100 for `tokenizers`."""
     for lowercase in (True, False):
         for accents in (True, False, None):
             rules = {"lowercase": lowercase, "strip_accents": accents}
@@ -192,7 +192,7 @@ def test_other_files_that_are_no_vocabulary_are_named(trained, tmp_path):
         path.write_bytes(content)
         with refused(TokenizerError, path=path):
             Tokenizer(TokenizerSection(kind=kind), path)
-    # A flipped bit in a piece, which the library returns and Python cannot decode.
+    # A flipped bit in a piece: the library returns it, and Python cannot decode it.
     content = bytearray(trained().path.read_bytes())
     content[content.index(b"[MASK]") + 1] ^= 128
     path.write_bytes(content)
@@ -263,7 +263,7 @@ def test_settings_and_texts_that_do_not_fit_a_list(bert_file):
 
 
 def test_lists_of_other_makers_have_an_order_of_their_own(tmp_path):
-    """They were refused, with the advice to take an English vocabulary."""
+    """The special tokens may stand in other orders, as in vocabularies of other publishers."""
     pad, *rest = SPECIAL
     unused = [f"[unused{i}]" for i in range(100)]
     for entries in ([*SPECIAL, *unused[:50]], [pad, *unused, *rest], [pad, *unused[1:40], *rest]):

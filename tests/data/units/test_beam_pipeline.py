@@ -1,4 +1,4 @@
-"""Preparing on Apache Beam's direct runner: the same files as by processes of this machine."""
+"""Preparing with Apache Beam's direct runner gives the same files as local processes."""
 
 import importlib
 import os
@@ -21,7 +21,7 @@ from tests.running import NO_BEAM
 pytest.importorskip("apache_beam", reason=NO_BEAM)
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
-# The part of DirectRunner that needs no program from the network.
+# The part of DirectRunner that needs no downloaded program.
 RUNNER = "FnApiRunner"
 HERE = ()
 THREADS = ("--direct_num_workers=3", "--direct_running_mode=multi_threading")
@@ -30,7 +30,7 @@ PROCESSES = ("--direct_num_workers=2", "--direct_running_mode=multi_processing")
 
 @pytest.fixture
 def runner(monkeypatch):
-    """runner(options) is one of Beam; processes that it starts find the package and the tests."""
+    """runner(options): a Beam runner whose processes can import the package and the tests."""
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     return lambda options=HERE, name=RUNNER: beam_pipeline.open_runner(name, options)
@@ -47,13 +47,15 @@ def test_runners_make_the_same_files(kind, store, options, tmp_path, small_units
     assert contents(local.directory) == contents(tmp_path / "beam")
     assert beam.fingerprint == local.fingerprint
     assert not list((tmp_path / "beam").glob("attempts-*"))
-    # As when it is opened by training, without Beam.
+    # Opened without Beam, as in training.
     assert kind.prepare(config, tmp_path / "beam").fingerprint == local.fingerprint
 
 
 def test_other_runners(config, tmp_path, small_units, contents, bad_work, runner):
-    """DirectRunner, which falls back to FnApiRunner without the network, and PortableRunner, which
-    is asynchronous like Flink, Spark and Dataflow.
+    """DirectRunner and PortableRunner.
+
+    Offline, DirectRunner falls back to FnApiRunner. PortableRunner is asynchronous like Flink,
+    Spark and Dataflow.
     """
     portable = runner(("--job_endpoint=embed", "--environment_type=LOOPBACK"), "PortableRunner")
     prepare(config, tmp_path / "local")
@@ -83,7 +85,7 @@ def test_finished_units_are_kept(kind, copied, contents, runner, monkeypatch, ca
 
 
 def test_from_the_command_line(corpus_file, tmp_path, contents, runner):
-    """A workdir that is named relative to where the command is given."""
+    """The workdir is relative to the current directory."""
     fields = {"data.source": f"text:{corpus_file}", "data.heldout_fraction": 0.1}
     fields |= {"data.format": "blank_lines", "tokenizer.vocab_size": 300}
     flags = ["--config=tiny", "--mode=prepare", *(f"--config.{k}={v}" for k, v in fields.items())]
@@ -153,7 +155,7 @@ def bad_work(tmp_path, monkeypatch, runner):
     return lambda name: Work(bad_units.Job(tmp_path), sources, getattr(bad_units, name))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Beam's own
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # from Beam
 def test_faults_of_workers(bad_work, runner):
     with refused(DataError, field="--runner", value=RUNNER):
         do_units(bad_work("die"), lambda index: None, runner(PROCESSES))
@@ -175,7 +177,7 @@ def test_pipelines_that_cannot_end(config, tmp_path, small_units, monkeypatch, r
         with refused(DataError, "CANCELLED", field="--runner", value=RUNNER):
             prepare(config, folder, runner())
     monkeypatch.setattr(beam_pipeline, "make_attempts", lambda folder: folder / "attempts-none")
-    with refused(DataError, "attempts-none"):  # workers without the folder
+    with refused(DataError, "attempts-none"):  # the workers lack the folder
         prepare(config, tmp_path / "other", runner(PROCESSES))
 
 

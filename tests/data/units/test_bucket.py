@@ -1,4 +1,4 @@
-"""Shards in a bucket: put there whole, copied to the disk of each machine, and damage found."""
+"""Shards in a bucket: uploaded completely, copied to each machine's disk, damage detected."""
 
 import dataclasses
 import json
@@ -26,13 +26,13 @@ SHARDS = "gs://bucket/shards"
 
 @pytest.fixture
 def machine(config, change, tmp_path):
-    """machine(name): the config of another machine, with its own disk."""
+    """machine(name): the config of another machine with a separate disk."""
     return lambda name: change(config, data={"directory": SHARDS, "cache": str(tmp_path / name)})
 
 
 @pytest.fixture
 def published(machine, objects, tmp_path, monkeypatch, small_units):
-    """The folder that the bucket's shards are in, prepared by a machine that is gone."""
+    """The bucket's shards, prepared by a machine that no longer exists."""
     config = machine("first")
     monkeypatch.setattr(bucket, "_AT_ONCE", 2)
     prepared.prepare(config, Workdir("unused").data(config))
@@ -78,7 +78,7 @@ def test_a_vocabulary_comes_without_shards(published, machine, tmp_path):
     assert corpus.directory == here
     shard = corpus.splits["train"].shards[0][0]
     whole = shard.read_bytes()
-    shard.write_bytes(whole[:-5])  # a cut copy is copied again
+    shard.write_bytes(whole[:-5])  # a truncated copy is copied again
     open_data(machine("second"))
     assert shard.read_bytes() == whole
 
@@ -130,7 +130,7 @@ def test_damaged_and_missing_objects(published, machine, tmp_path, monkeypatch):
     with refused(DataError, path=f"{SHARDS}/{shard.name}"):
         open_data(machine("second"))
     shard.write_bytes(whole)
-    brought, bring = [], bucket._bring  # what a stopped copy had is kept
+    brought, bring = [], bucket._bring  # an interrupted copy is continued
     monkeypatch.setattr(bucket, "_bring", lambda *a: (brought.append(a[2]), bring(*a)))
     open_data(machine("second"))
     assert shard.name in brought
@@ -162,7 +162,7 @@ def test_a_disk_without_room(published, machine, monkeypatch):
 def test_the_doctor_reports_what_is_there(machine, objects, config):
     at = Workdir("unused").data(machine("first"))
     (before,) = Start(machine("first"), "unused", ()).check_data()
-    with refused(DataError, SHARDS):  # the workers of a runner have no bucket
+    with refused(DataError, SHARDS):  # a runner's workers cannot access the bucket
         prepared.prepare(machine("first"), at, runner=object())
     prepared.prepare(machine("first"), at)
     (after,) = Start(machine("second"), "unused", ()).check_data()

@@ -32,7 +32,7 @@ class Source:
 
 
 def process(job, index, source, unit, split):
-    """Writes the text of a unit and its record."""
+    """Write the text of a unit and its record."""
     assert unit in source.units
     if unit.text == "bad":
         raise DataError("It is bad.", value="bad")
@@ -78,13 +78,13 @@ def test_units_are_numbered_over_all_sources(work):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_finished_units_are_not_done_again(work, tmp_path, finished, workers):
     record_path(tmp_path, 1).write_text('{"unit": 1, "text": "before"}')
-    old = make_attempts(tmp_path)  # of a start that was killed
+    old = make_attempts(tmp_path)  # left by a start that was killed
     (old / "00000-1").mkdir()
     records = do_units(work, finished, Processes(workers))
     assert [record["text"] for record in records] == ["one", "before", "held"]
     assert do_units(work, finished, None) == records  # no runner is needed
     assert not list(tmp_path.glob("attempts-*"))
-    with refused(DataError, path=old, field="config.data.directory"):  # one that still runs
+    with refused(DataError, path=old, field="config.data.directory"):  # a worker that still runs
         worker_of(work, old).do(work.list_assignments()[0])
     remove_attempts(tmp_path)
 
@@ -102,7 +102,7 @@ def test_runners_that_cannot_do_it(work, tmp_path, finished, monkeypatch):
 
 
 def test_attempts_are_apart_and_end_in_the_same_place(work, tmp_path, finished):
-    """A runner may do a unit twice, side by side or after it is done."""
+    """A runner may execute a unit twice, concurrently or after it is done."""
     attempts = make_attempts(tmp_path)
     for _ in range(2):
         worker_of(work, attempts).do(work.list_assignments()[0])
