@@ -1,4 +1,4 @@
-"""A small config, random weights, and rows of packed documents with padding."""
+"""Fixtures: a small config, random weights, packed rows with padding."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from convbert_jax.config import Config
 
 @pytest.fixture(scope="session")
 def make_config():
-    """make_config(generator={...}, recipe=..., **fields of the model section) -> Config."""
+    """Return make_config(generator={...}, recipe=..., **fields of the model section) -> Config."""
 
     def make(recipe="replaced_token", generator=None, **model):
         config = Config(recipe=recipe)
@@ -33,7 +33,7 @@ def make_config():
 
 @pytest.fixture(scope="module", autouse=True)
 def cheap_compilation():
-    """These tests compile much and compute little."""
+    """Reduce compiler optimization: these tests spend most of their time compiling."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -41,7 +41,7 @@ def cheap_compilation():
 
 @pytest.fixture(scope="session")
 def randomize():
-    """randomize(build) -> (graphdef, params) of build(rngs), weights large and all different."""
+    """Return randomize(build) -> (graphdef, params) of build(rngs), weights large and distinct."""
 
     def fill(build, scale=0.2):
         graphdef, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
@@ -58,5 +58,5 @@ def randomize():
 
 @pytest.fixture(scope="session")
 def packed():
-    """Segment ids [2, 24]: a row of three documents, a row of two and padding."""
+    """Segment ids [2, 24]: a row of three documents, and a row of two with padding."""
     return jnp.asarray([[1] * 5 + [2] * 11 + [3] * 8, [1] * 9 + [2] * 6 + [0] * 9])

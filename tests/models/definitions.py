@@ -1,7 +1,7 @@
-"""Every mixer of the package once more, as its formula says it, in numpy.
+"""Reference implementations of all mixers in numpy.
 
-A mixer in `MIXERS` needs a row in DEFINITIONS and in COUNTS; KINDS are what the tests over all
-mixers run over.
+Each mixer in `MIXERS` needs an entry in DEFINITIONS and in COUNTS. Tests over all mixers
+iterate over KINDS.
 """
 
 import jax
@@ -10,7 +10,7 @@ from scipy.special import erf
 
 from convbert_jax.config.mixers import MIXERS
 
-# Fields of config.model by name: each mixer, and those forms of one that have other parameters.
+# Name -> fields of config.model: each mixer, and its variants with different parameters.
 FORMS = {
     "mixed, dynamic": {"mixer": "mixed", "mixer_fields": ("filters=dynamic",)},
     "mixed, light, one value": {
@@ -31,8 +31,9 @@ KINDS = {name: {"mixer": name} for name in MIXERS} | FORMS
 
 
 def check_gradients(gradients, function, arguments, step=1e-6):
-    """Compares float32 gradients with differences of `function` of float64 arrays, along a random
-    direction of each leaf of `arguments`.
+    """Check float32 gradients against float64 finite differences of `function`.
+
+    Uses one random direction per leaf of `arguments`.
     """
     rng = np.random.default_rng(1)
     leaves, tree = jax.tree_util.tree_flatten_with_path(arguments)
@@ -74,13 +75,13 @@ def by_head(x, heads):
 
 
 class Context:
-    """What a definition reads besides parameters and states.
+    """Inputs of a definition other than parameters and states.
 
     Attributes:
       mixer: the specification.
       ids: segment ids [B, L], 0 is padding.
-      causal: a position reads itself and what precedes it.
-      seen: what a capture of the layer has: "attention", "scores", "filters".
+      causal: whether a position reads only itself and earlier positions.
+      seen: expected capture of the layer: "attention", "scores", "filters".
     """
 
     def __init__(self, mixer, ids, causal=False):
@@ -90,7 +91,7 @@ class Context:
         self.seen = {}
 
     def convolve(self, values, filters, dilation=1):
-        """LConv: values [B, L, H, D], filters [..., H, K] of each position; [B, L, H D]."""
+        """LConv: values [B, L, H, D], filters [..., H, K] per position; returns [B, L, H D]."""
         out, taps, ids = np.zeros_like(values), filters.shape[-1], self.conv_ids
         filters = np.broadcast_to(filters, (*values.shape[:3], taps))
         here = np.arange(ids.shape[1])
@@ -103,13 +104,13 @@ class Context:
         return out.reshape(*ids.shape, -1)
 
     def normalize(self, logits):
-        """Filters [..., H, K] from logits, in the capture at all positions."""
+        """Normalize logits to filters [..., H, K], and record them for all positions."""
         filters = softmax(logits)
         self.seen["filters"] = np.broadcast_to(filters, (*self.ids.shape, *filters.shape[-2:]))
         return filters
 
     def depthwise(self, x, filters, dilation=1):
-        """filters [K, C]: each channel is a head of one."""
+        """Depthwise convolution with filters [K, C]; each channel is a head of width 1."""
         return self.convolve(x[..., None], filters.T, dilation)
 
     def separable(self, x, layer):
@@ -118,7 +119,7 @@ class Context:
     def attend(self, query, key, value):
         ids, length = self.ids, self.ids.shape[1]
         scores = np.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
-        own = np.where(ids == 0, ids.max(axis=1, keepdims=True), ids)  # padding sees the last one
+        own = np.where(ids == 0, ids.max(axis=1, keepdims=True), ids)  # padding sees the last
         visible = (own[:, :, None] == ids[:, None, :]) & (ids != 0)[:, None, :]
         if self.causal:
             visible &= np.tri(length, dtype=bool)
@@ -191,7 +192,7 @@ def separable(p, x, c):
 
 
 def layer(p, x, mixer, c):
-    """A layer of BERT around a mixer, one of DEFINITIONS."""
+    """BERT layer around a mixer of DEFINITIONS."""
     x = layer_norm(x + DEFINITIONS[mixer](p["mixer"], x, c), p["mixer_norm"])
     inner = gelu(dense(x, p["feed_forward"]["intermediate"]))
     return layer_norm(x + dense(inner, p["feed_forward"]["output"]), p["feed_forward_norm"])
@@ -209,10 +210,10 @@ DEFINITIONS = {
 }
 
 
-# Parameters by hand, of C channels, H heads, K taps and head ratio 2: with biases, a dense layer of
-# C to W channels has C W + W.
+# Parameter counts by hand for C channels, H heads, K taps and head ratio 2. A dense layer with
+# bias from C to W channels has C W + W.
 COUNTS = {
-    # 3 of attention, key's pointwise and value of the convolution into C / 2; W_f; out of C
+    # 3 of attention, the pointwise key and the value of the convolution into C / 2; W_f; output C
     "mixed": lambda c, h, k: (
         5 * c * c // 2 + 5 * c // 2 + k * c + (c // 2 + 1) * h // 2 * k + c * c + c
     ),
@@ -223,7 +224,7 @@ COUNTS = {
     "light": lambda c, h, k: 3 * (c * c + c) + h * k,
     "dilated": lambda c, h, k: 3 * (c * c + c) + k * c,
     "separable": lambda c, h, k: c * c + c + k * c,
-    # W_f of the query; no pointwise key and no depthwise
+    # W_f reads the query; no pointwise key, no depthwise convolution
     "mixed, dynamic": lambda c, h, k: (
         4 * c * c // 2 + 4 * c // 2 + (c // 2 + 1) * h // 2 * k + c * c + c
     ),
@@ -232,7 +233,7 @@ COUNTS = {
     "mixed, a quarter convolves": lambda c, h, k: (
         (9 + 2) * (c * c + c) // 4 + k * c + (c // 4 + 1) * h // 4 * k + c * c + c
     ),
-    # k into C / 4, q and v, which both parts share, and the key of the convolution into 3 C / 4
+    # k into C / 4; the shared q and v, and the key of the convolution, into 3 C / 4
     "mixed, most convolves, one value": lambda c, h, k: (
         (1 + 9) * (c * c + c) // 4 + k * c + (3 * c // 4 + 1) * 3 * h // 4 * k + c * c + c
     ),

@@ -1,4 +1,4 @@
-"""A mixer that the package does not know: what a researcher writes to add one."""
+"""Custom mixer, as a user of the package would write it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ plugins.allow([NAME])
 
 @dataclasses.dataclass(frozen=True)
 class Mean:
-    """Each token gets the mean of its segment, weighted by channel, through one dense layer."""
+    """Mean over the segment, weighted per channel, followed by one dense layer."""
 
     gain: float = 1.0
     centered: bool = False  # without the token's own state

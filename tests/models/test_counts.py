@@ -1,4 +1,4 @@
-"""Exact parameter counts of the published sizes, and the names of all parameters."""
+"""Exact parameter counts of the published sizes, and all parameter paths."""
 
 import importlib
 
@@ -9,7 +9,7 @@ from convbert_jax import config as config_lib
 from convbert_jax.models import pretraining
 from convbert_jax.models.build import build
 
-# Encoder with embeddings, discriminator head, generator body, MLM head, all together.
+# Encoder with embeddings, discriminator head, generator body, MLM head, total.
 COUNTS = {
     "small": (13_143_768, 66_049, 770_988, 39_098, 14_019_903),
     "medium_small": (17_475_888, 148_225, 871_884, 43_194, 18_539_191),
@@ -39,11 +39,11 @@ VOCABULARY, POSITIONS, TYPES = 30_522, 512, 2
 
 
 def embeddings_on_paper(size):
-    return (VOCABULARY + POSITIONS + TYPES) * size + 2 * size  # and a layer norm
+    return (VOCABULARY + POSITIONS + TYPES) * size + 2 * size  # plus a layer norm
 
 
 def layers_on_paper(hidden, embedding):
-    """Twelve layers of BERT, feed-forward of 4 times the width, behind a projection if needed."""
+    """Count twelve BERT layers with FFN size 4 * hidden, plus a projection if sizes differ."""
     attention = 4 * (hidden * hidden + hidden)  # query, key, value, output
     feed_forward = hidden * 4 * hidden + 4 * hidden + 4 * hidden * hidden + hidden
     project = (embedding + 1) * hidden if embedding != hidden else 0
@@ -54,7 +54,7 @@ def mlm_head_on_paper(hidden, embedding):
     return (hidden + 1) * embedding + 2 * embedding + VOCABULARY
 
 
-# Encoder with embeddings (of the releases' code); widths of it, the embeddings, the generator.
+# Encoder with embeddings (official code); sizes of encoder, embeddings and generator.
 BASELINES = {
     ("electra", "small"): (13_483_008, 256, 128, 64),
     ("electra", "small_plus_plus"): (13_483_008, 256, 128, 256),
@@ -87,7 +87,7 @@ def test_baselines(file, size):
     assert count(params) == trained
 
 
-# Encoder with embeddings. attention: ELECTRA's, ungrouped; bottleneck, a layer of base by hand:
+# Encoder with embeddings. attention: ELECTRA's, ungrouped. bottleneck: a base layer by hand is
 # q, k, v 3 * (768 * 384 + 384), output 384 * 768 + 768, feed-forward 4,722,432, norms 3,072.
 ABLATIONS = {
     ("small", "attention", 2): 13_483_008,
@@ -138,10 +138,10 @@ OUTSIDE = {
 
 
 def test_parameter_paths(make_config):
-    """Sharding, decay, checkpoints and conversion know parameters by these names."""
+    """Sharding, weight decay, checkpoints and conversion depend on these paths."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes(make_config()))
     paths = {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves}
     stages = {
         f"{name}/stages/0/{path}" for name in ("discriminator", "generator") for path in LAYER
     }
-    assert paths == stages | OUTSIDE  # the generator, 16 wide here, needs no projection
+    assert paths == stages | OUTSIDE  # the generator has 16 channels here and needs no projection

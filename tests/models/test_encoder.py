@@ -1,4 +1,4 @@
-"""Encoders: stages, rematerialization, dropout, and captures of what their layers saw."""
+"""Encoders: stages, rematerialization, dropout, and captured layer outputs."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from tests.refusals import refused
 
 @pytest.fixture(scope="module")
 def build(randomize, packed):
-    """build(config) -> (forward(params, key), params)."""
+    """Return build(config) -> (forward(params, key), params)."""
 
     @functools.cache
     def build(config, dtype=jnp.float32):
@@ -37,7 +37,7 @@ def build(randomize, packed):
 
 
 def test_unrolling_and_rematerialization_change_no_number(make_config, build):
-    key = jax.random.key(7)  # dropout must be drawn again in the same places
+    key = jax.random.key(7)  # rematerialization must draw the same dropout masks again
     config = make_config(mixer="light").encoder
 
     def differentiate(**fields):
@@ -91,7 +91,7 @@ def test_layers_of_a_stack_start_differently(make_config):
 
 
 def test_each_dropout_acts_with_a_key_alone(make_config, build):
-    """Of the mixer and of the layer; rates of 0 drop nothing."""
+    """Covers dropout of the mixer and of the layer; a rate of 0 drops nothing."""
     config = make_config(layers=1, mixer="light", dropout=0.0, attention_dropout=0.0).encoder
     one = config.stages[0].layer
     mixer = dataclasses.replace(one.mixer, attention_dropout=0.5)
@@ -117,9 +117,9 @@ def test_each_dropout_acts_with_a_key_alone(make_config, build):
 
 @pytest.fixture(scope="module")
 def stages(make_config):
-    """stages(*mixers, **fields of the encoder) -> a config with a stage for each of them.
+    """Return stages(*mixers, **fields of the encoder) -> a config with one stage per mixer.
 
-    Embeddings are as wide as the layers: the first layer reads x.
+    Embeddings have the hidden size, so the first layer reads x.
     """
 
     def make(*mixers, **fields):
@@ -139,7 +139,7 @@ def x(packed):
 
 @pytest.mark.parametrize("fields", [{}, {"remat": "dots", "scan_unroll": 2}], ids=str)
 def test_a_capture_has_what_each_layer_computed(stages, randomize, packed, x, fields):
-    """Hidden states, maps, scores and filters by their formulas, given what each layer read."""
+    """Hidden states, attention maps, scores and filters match their formulas."""
     names = ("mixed", "attention", "light", "dynamic") if not fields else ("mixed",)
     config = stages(*names, **fields)
     graphdef, params = randomize(lambda rngs: Encoder(config, rngs))
@@ -222,7 +222,7 @@ def test_captured_maps_are_without_dropout(stages, packed, x):
     np.testing.assert_allclose(dropped.sum(-1), 1, atol=1e-5)
 
 
-# --- Every mixer under every head of fine-tuning ---
+# --- Every mixer with every fine-tuning head ---
 
 LOSSES = {
     "sequence": classification.text_losses,
@@ -235,7 +235,7 @@ LOSSES = {
 
 
 def finetuning_batch():
-    """Rows of different lengths, the second half of each its second text."""
+    """Return rows of different lengths; the second half of each row is its second text."""
     rng, places = np.random.default_rng(0), np.arange(12)
     lengths, row = np.asarray([12, 9, 7])[:, None], np.zeros(3, np.int32)
     return {
@@ -255,7 +255,7 @@ def finetuning_batch():
 
 @pytest.mark.slow
 def test_a_step_under_each_head_reaches_all_parameters_of_every_mixer(make_config, randomize):
-    """Heads as an axis, each with a seed of its own, are heads in turn: with dropout."""
+    """Heads vmapped over an axis, each with its own seed, equal separate heads, with dropout."""
     configs = [make_config(embedding_size=32, mixer=mixer) for mixer in MIXERS]
     each = tuple(StageConfig(1, config.encoder.stages[0].layer) for config in configs)
     encoder = dataclasses.replace(configs[0].encoder, stages=each)
@@ -303,5 +303,5 @@ def test_a_step_under_each_head_reaches_all_parameters_of_every_mixer(make_confi
             path = jax.tree_util.keystr(place, simple=True, separator="/")
             scale = max(1e-3, float(np.abs(one).max()))
             np.testing.assert_allclose(many[number], one, atol=1e-4 * scale, err_msg=path)
-            # The bias of keys adds the same to all scores of a query.
+            # The key bias shifts all scores of a query equally and has no gradient.
             assert np.any(one) or path.endswith("mixer/key/bias"), (head, path)

@@ -21,7 +21,7 @@ def normal(shape, seed=0):
 
 
 def check(function, formula, *arguments, atol=1e-4):
-    """Values and gradients of all arguments, in one program."""
+    """Compare values and gradients of all arguments, in one program."""
 
     @jax.jit
     def both(cotangent, *arguments):
@@ -38,13 +38,16 @@ def check(function, formula, *arguments, atol=1e-4):
 
 
 def module_of(module, names):
-    """A function of x and of the parameters `names` of a module."""
+    """Return a function of x and of the parameters `names` of a module."""
     graphdef, _ = nnx.split(module)
     return lambda x, *values: nnx.merge(graphdef, dict(zip(names, values, strict=True)))(x)
 
 
 def test_initializers_have_their_distributions():
-    """Release: truncated at two deviations, not rescaled, which leaves 0.88 of the deviation."""
+    """As in the official code: truncated at two standard deviations without rescaling.
+
+    Truncation leaves 0.88 of the standard deviation.
+    """
     release = layers.initializers("release", 0.02)
     dense = release.dense(jax.random.key(0), (400, 500))
     assert float(jnp.abs(dense).max()) <= 0.04
@@ -108,9 +111,9 @@ def test_without_a_bias_it_is_as_with_one_of_zeros(groups):
 
 @pytest.mark.parametrize("mean", [0.0, 1.0, 100.0])
 def test_on_a_tpu_the_variance_of_bfloat16_is_that_of_its_values(mean, monkeypatch):
-    """In one pass over them: a thousandth off, where rounding them moved them by half of it."""
+    """The variance is computed in one pass over the values."""
     x = (mean + normal((40, 256))).astype(BF16)
-    x = x.at[0].set(mean)  # whose variance is 0, however sums are rounded
+    x = x.at[0].set(mean)  # variance 0, regardless of rounding
     exact = np.float64(x)
     wanted = (exact - exact.mean(1, keepdims=True)) / np.sqrt(exact.var(1, keepdims=True) + 1e-12)
     monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
@@ -145,7 +148,7 @@ def test_softmax_is_its_formula(masked):
 
 @pytest.mark.parametrize("hidden", [jnp.nan, jnp.inf, -jnp.inf, 3e38])
 def test_what_is_not_visible_may_be_anything(hidden):
-    """Visible logits may be the smallest float32 numbers or minus infinity."""
+    """Visible logits may be the lowest float32 numbers or minus infinity."""
     logits = jnp.array([[hidden, 1.0, 2.0], [hidden, -1e37, -1e37], [hidden, -jnp.inf, 0.0]])
     visible = jnp.array([False, True, True])
     wanted = [[0, 1 / (1 + np.e), np.e / (1 + np.e)], [0, 0.5, 0.5], [0, 0, 1]]
@@ -175,8 +178,10 @@ def test_softmax_in_bfloat16_computes_in_float32():
 def test_dropout_keeps_the_mean_and_its_gradient_is_where_it_kept(
     rows, rate, of_256, platform, monkeypatch
 ):
-    """At a rate of n / 256, also in rows that share random words. Bounds are six deviations: of a
-    correct generator fewer than one in 10^8 draws is outside.
+    """Rates of n / 256, also in rows that share random words.
+
+    Bounds are six standard deviations: a correct generator exceeds them in fewer than one of
+    10^8 draws.
     """
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
     x = jnp.ones((400, rows, 500))
@@ -187,7 +192,7 @@ def test_dropout_keeps_the_mean_and_its_gradient_is_where_it_kept(
         return out, back(jnp.ones_like(x))[0]
 
     out, gradient = run(x)
-    np.testing.assert_array_equal(out, gradient)  # of ones
+    np.testing.assert_array_equal(out, gradient)  # x and the cotangent are ones
     dropped, share = np.asarray(out == 0), of_256 / 256
     deviation = 6 * (share * (1 - share) / dropped.size) ** 0.5
     assert dropped.mean() == pytest.approx(share, abs=deviation)
@@ -202,8 +207,9 @@ def test_dropout_keeps_the_mean_and_its_gradient_is_where_it_kept(
 @pytest.mark.parametrize("generator", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("mesh", [(4, 2, 1), (2, 2, 2), (1, 1, 8)])
 def test_dropout_of_rows_on_several_devices(generator, mesh):
-    """No two rows are dropped alike; threefry's numbers are those of one device, also of seeds
-    together; no device draws another's rows.
+    """Masks differ between rows, and no device draws the rows of another device.
+
+    With threefry the masks equal those of one device, also when vmapped over seeds.
     """
     axes = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh(mesh, ("data", "fsdp", "tensor"), axis_types=axes)
@@ -231,7 +237,7 @@ def test_dropout_of_rows_on_several_devices(generator, mesh):
 
 
 def test_filters_of_all_rows_are_dropped_as_one():
-    """Their first axis is of heads, which the devices of rows do not divide."""
+    """The first axis of filters is heads, which the batch axes do not shard."""
     axes = (jax.sharding.AxisType.Auto,) * 2
     key = jax.random.key(0, impl="rbg")
     alone = layers.dropout(jnp.ones((8, 31)), 0.25, key)

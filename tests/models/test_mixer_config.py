@@ -1,6 +1,4 @@
-"""Mixers by name, mixers of the user, stages and schedules: what a config makes of them, and how
-other formats take or refuse them.
-"""
+"""Mixers by name, custom mixers, stages and schedules: configs, and conversion to other formats."""
 
 import dataclasses
 import json
@@ -74,7 +72,7 @@ def staged(make_config):
 
 @pytest.fixture(scope="module")
 def draw(randomize):
-    """draw(config) -> the parameters of a model, as numpy."""
+    """Return draw(config) -> the parameters of a model, as numpy."""
     return lambda config: jax.device_get(randomize(lambda rngs: PretrainingModel(config, rngs))[1])
 
 
@@ -131,7 +129,7 @@ def test_stages_in_files_and_on_the_command_line(staged):
     (flag,) = overrides.to_flags({"model.stages": STAGES})
     given, rest = overrides.take([flag])
     assert not rest
-    assert overrides.to_flags(given) == [flag]  # as another process gets it
+    assert overrides.to_flags(given) == [flag]  # as passed to another process
     assert from_config_dict(config_files.change(to_dict(staged), given)) == staged
     assert json.loads(to_text(STAGES))[0] == {"layers": 1, "heads": 2, "mixer": "attention"}
 
@@ -211,7 +209,7 @@ def test_fields_of_the_model_that_no_stage_takes_are_known(make_config, model, i
         ({"mixer": "attention"}, {}, ["kernel_size"]),
         ({"mixer": "attention"}, {"decoder_mixer": "light"}, []),
         ({"mixer": "light", "kernel_sizes": (3, 5), "dilations": (1, 2)}, {}, ["dilations"]),
-        # What the encoder's stages have otherwise is the decoder's.
+        # The decoder takes the fields that the encoder's stages override.
         ({"stages": (StageSection(layers=2, mixer="light", ffn_size=96),)}, {}, []),
         ({"mixer": "mixed", "head_ratio": 4}, {"decoder_mixer": "attention"}, []),
     ],
@@ -260,7 +258,7 @@ def test_every_parameter_of_every_stage_has_a_rule(staged):
         sharding.partition_spec(weight, (1, 32), mesh, sharding.RULES)
 
 
-# --- Weights from elsewhere, and for elsewhere ---
+# --- Weights from and for other formats ---
 
 
 def test_stages_and_schedules_come_back_from_their_weights(staged, scheduled, make_config, draw):
@@ -284,7 +282,7 @@ def test_stages_and_schedules_come_back_from_their_weights(staged, scheduled, ma
     assert matching.replace(start, fields).encoder == scheduled.encoder
     assert "model.kernel_sizes" in matching.differences(fields, start)
 
-    stages = (  # defaults beside a field of its own
+    stages = (  # defaults with one explicit field
         StageSection(layers=1, mixer=NAME, mixer_fields=("gain=0.5",)),
         StageSection(layers=1, mixer=NAME),
     )
@@ -294,7 +292,7 @@ def test_stages_and_schedules_come_back_from_their_weights(staged, scheduled, ma
 
 
 def test_equal_stages_are_one_elsewhere(make_config, draw):
-    """They are only another cut of the same layers: weights go over, and to Hugging Face too."""
+    """Equal stages are the same layers: weights transfer between them and to Hugging Face."""
     cut = make_config(layers=3, stages=(StageSection(layers=1), StageSection(layers=2)))
     parts = networks.split(cut, draw(cut))
     assert parts["main"].family == "convbert"
@@ -329,7 +327,7 @@ def test_formats_take_or_refuse_each_mixer(make_config, staged, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_a_mixer_do_not_fit_another_one_silently(make_config, kind):
-    """The config follows the weights. Where it must not, the fields that differ are named."""
+    """The config follows the weights; check_fits names the fields that differ."""
     config = make_config(**KINDS[kind])
     main = networks.outline(config)
     source = sources.Source("run", main, step=1)
@@ -349,11 +347,11 @@ def test_weights_of_a_mixer_do_not_fit_another_one_silently(make_config, kind):
         assert any(f"--config.model.{name}=" in str(error.value) for name in OWN), other
 
 
-# --- Mixers of the user ---
+# --- Custom mixers ---
 
 
 class Silent:
-    """The whole interface of a mixer, without a module."""
+    """Complete mixer interface, without a module."""
 
     RULES = ()
     FAMILIES = ()
@@ -383,7 +381,7 @@ class Silent:
 @dataclasses.dataclass(frozen=True)
 class Whole(Silent):
     gain: float = 1.0
-    attention: str = "mine"  # called like a field of the config, and not it
+    attention: str = "mine"  # same name as a config field, but independent of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,7 +423,7 @@ class Reader(Silent):
 
 
 class Half:
-    """No mixer: most is missing."""
+    """Incomplete mixer interface."""
 
     @classmethod
     def make(cls, settings):
@@ -507,7 +505,7 @@ def test_a_run_whose_mixer_is_not_installed_is_not_damaged(trusting, tmp_path):
         workdir.read_config()
 
 
-# --- Faults ---
+# --- Errors ---
 
 
 @pytest.mark.parametrize(
@@ -568,7 +566,7 @@ def test_fields_of_a_mixer_that_no_stage_takes_are_refused(staged, mixer):
         ({"kernel_sizes": [3, 5, 7]}, ["kernel_sizes", 3, "config.model.layers=2"]),
         ({"mixer": "dilated", "dilations": [1]}, ["dilations", 1, "config.model.layers=2"]),
         ({"kernel_sizes": [3, 0]}, ["config.model.kernel_sizes=0"]),
-        ({"kernel_sizes": [3, 5], "stages": [{"layers": 2}]},  # as of a variant, tiny:light
+        ({"kernel_sizes": [3, 5], "stages": [{"layers": 2}]},  # as in a variant, tiny:light
          ["config.model.stages", "--config.model.kernel_sizes="]),
         *(({"mixer": name, "mixer_fields": ["grain=1"]}, ["mixer_fields=grain=1", name])
           for name in MIXERS),
@@ -614,7 +612,7 @@ def test_a_jax_that_does_not_start_is_not_a_fault_of_the_mixer():
 
 
 def test_finding_mixers_starts_no_backend():
-    """Processes that meet later must find their devices together."""
+    """jax.distributed must be able to initialize later."""
     code = (
         "from convbert_jax.config import Config; from jax._src import xla_bridge as b;"
         "Config().encoder, Config().generator_encoder; assert not b._backends"

@@ -1,6 +1,6 @@
-"""Every mixer against its formula in numpy (definitions.py): one compiled program for each form.
+"""Every mixer against its formula in numpy (definitions.py), in one compiled program per form.
 
-Padded, packed and separate documents, the past alone: all of them follow from the formula.
+The formula covers padding, packed and separate documents, and causal masks.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def module_of(mixer, rngs, **options):
 
 
 def define(kind, mixer, params, x, ids, causal=False):
-    """The formula in float64."""
+    """Evaluate the formula in float64."""
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (params, x))
     return DEFINITIONS[(KINDS | UNMASKED)[kind]["mixer"]](*exact, Context(mixer, ids, causal))
 
@@ -55,7 +55,7 @@ def test_a_mixer_and_its_gradient_are_those_of_the_formula(make_config, randomiz
     graphdef, params = randomize(functools.partial(module_of, mixer))
     x, cotangent = jax.random.normal(jax.random.key(1), (2, 2, 24, 32))
     real, second = np.asarray(packed != 0), np.asarray(packed == 2)
-    cotangent = np.where(second[..., None], cotangent, 0)  # of one document in each row
+    cotangent = np.where(second[..., None], cotangent, 0)  # of one document per row
     draws = 200
 
     def run(params, x, key=None):
@@ -81,12 +81,12 @@ def test_a_mixer_and_its_gradient_are_those_of_the_formula(make_config, randomiz
         return (define(kind, mixer, params, x, packed) * cotangent).sum()
 
     check_gradients(gradients, total, (params, x))
-    if kind in KINDS:  # nothing comes from padding or from another document
+    if kind in KINDS:  # no gradient reaches padding or another document
         np.testing.assert_array_equal(gradients[1][~second], 0)
 
     if hasattr(mixer, "attention_dropout"):
         assert deviation[real].max() > 1e-2
-        # Five deviations: by chance in one of 1,000 draws of all these keys.
+        # Five standard deviations: fails by chance for one in 1,000 sets of keys.
         assert np.abs(mean - out).max() < 5 * deviation.max() / draws**0.5
     else:
         np.testing.assert_allclose(mean, out, atol=1e-5)
@@ -100,8 +100,9 @@ ROWS, LENGTH, BEGUN, COPIES = 3, 13, 4, 2
 
 @every_kind
 def test_a_causal_mixer_is_its_formula_as_a_whole_and_step_by_step(make_config, randomize, kind):
-    """Steps start from nothing or from prompts, padded on the left. Rows of a group take each
-    other's past, as in a beam search, and entries that no row reads are dropped.
+    """Steps start from an empty state or from left-padded prompts.
+
+    Rows of a group exchange their pasts, as in beam search; unread entries are dropped.
     """
     mixer = mixer_of(make_config(**{**SIZES[kind], **KINDS[kind]}))
     check_causal(mixer, kind)
@@ -123,7 +124,7 @@ def test_a_causal_mixer_is_its_formula_as_a_whole_and_step_by_step(make_config, 
         return nnx.merge(graphdef, params).step(x[:, None], state, places)
 
     def check_steps(state, past, places, length, packs):
-        """Continues rows after `past` [R, P, 32], the last `places` [R] positions of it real."""
+        """Continue rows after `past` [R, P, 32], of which the last `places` [R] are real."""
         rng = np.random.default_rng(2)
         group = np.arange(0, COPIES * ROWS, COPIES).repeat(COPIES)
         for t in range(past.shape[1], length):
@@ -150,8 +151,8 @@ def test_a_causal_mixer_is_its_formula_as_a_whole_and_step_by_step(make_config, 
 
     prompts = np.repeat(x[:, :BEGUN], COPIES, axis=0)
     check_steps(state, prompts, BEGUN - first.repeat(COPIES), LENGTH, packs=True)
-    # The same capacity of the attention cache as after the prompts, so that `step` is compiled
-    # once: P + J (L - P) entries in a group equal J (L - P / J).
+    # Use the cache capacity that follows the prompts, so that `step` compiles once:
+    # P + J (L - P) entries in a group equal J (L - P / J).
     module, length, zeros = nnx.merge(graphdef, params), LENGTH - BEGUN // COPIES, [0] * 2 * ROWS
     state = module.start(COPIES * ROWS, length, jnp.float32, COPIES)
     check_steps(state, prompts[:, :0], np.asarray(zeros), length, packs=False)
@@ -178,7 +179,7 @@ def test_entries_that_rows_of_a_group_share_are_kept_once(make_config, randomize
     assert state.used == LENGTH - 2 + ROWS  # the last ones differ
     state = pack(move(state, jnp.asarray([0, 2, 0])))
     assert state.used == LENGTH - 2 + 2
-    state = state.resize(LENGTH + 3)  # exactly the room that the next step needs
+    state = state.resize(LENGTH + 3)  # exactly the capacity that the next step needs
     out, _ = step(state, LENGTH - 1)
     whole = module(x[:1], jnp.ones((1, LENGTH), jnp.int32))
     np.testing.assert_allclose(out[:, 0], jnp.repeat(whole[:, -1], ROWS, axis=0), atol=1e-5)
@@ -245,7 +246,7 @@ def test_a_mixer_of_the_user_keeps_segments_apart(make_config, randomize, packed
 
 @pytest.mark.slow
 def test_on_eight_devices_they_are_what_they_are_on_one(make_config, randomize):
-    """Rows, positions, parameters, heads divided: outputs and gradients of a layer of each kind."""
+    """Outputs and gradients of each layer, with rows, positions, parameters and heads sharded."""
     configs = [
         make_config(
             hidden_size=256, embedding_size=256, ffn_size=64, attention_dropout=0.0, **fields

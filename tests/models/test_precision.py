@@ -1,6 +1,6 @@
-"""What is summed in bfloat16: nothing. Read off the programs, and against float32 gradients.
+"""No sum accumulates in bfloat16, checked in jaxprs and against float32 gradients.
 
-The program is the jaxpr, not what a compiler makes of it: XLA:CPU sums bfloat16 in float32.
+The tests read the jaxpr because XLA:CPU compiles bfloat16 sums to float32.
 """
 
 import dataclasses
@@ -23,19 +23,17 @@ from convbert_jax.training.program import make_program
 from tests.models.test_encoder import LOSSES, finetuning_batch
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-FEW = 4  # so many terms may be summed in bfloat16
+FEW = 4  # largest number of terms that may be summed in bfloat16
 
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    """Programs are traced, not compiled, as for a GPU: the fastest to trace of the platforms that
-    compute in bfloat16.
-    """
+    """Trace programs as for a GPU, the fastest platform to trace that computes in bfloat16."""
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
 
 
 def equations(jaxpr):
-    """All equations of a jaxpr, with those of its loops, branches, calls and kernels."""
+    """Yield all equations of a jaxpr, including loops, branches, calls and kernels."""
     for equation in jaxpr.eqns:
         yield equation
         for value in equation.params.values():
@@ -54,7 +52,7 @@ def _jaxprs(value):
 
 
 def short_sums(function, *arguments) -> list[str]:
-    """The equations of a program that add up more than FEW terms in 16 bits."""
+    """List the equations of a program that sum more than FEW terms in 16 bits."""
     return short_sums_of(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
@@ -72,13 +70,13 @@ def short_sums_of(jaxpr) -> list[str]:
 
 
 def _terms(name, params, inputs, outputs) -> int:
-    """How many numbers the largest sum of an equation has; 0 if it is no sum."""
+    """Return the number of terms in an equation's largest sum; 0 if it does not sum."""
     if name in ("reduce_sum", "reduce_prod", "reduce"):
         axes = params.get("axes", params.get("dimensions"))
         return math.prod(inputs[0].shape[axis] for axis in axes)
     if name in ("cumsum", "cumprod", "cumlogsumexp"):
         return inputs[0].shape[params["axis"]]
-    if name in ("scatter-add", "scatter_add"):  # all updates of a row may go to one place
+    if name in ("scatter-add", "scatter_add"):  # all updates of a row may have the same index
         rows = params["dimension_numbers"].scatter_indices_batching_dims
         sizes = enumerate(inputs[1].shape[:-1])
         return math.prod(size for axis, size in sizes if axis not in rows)
@@ -86,13 +84,13 @@ def _terms(name, params, inputs, outputs) -> int:
         contracted = params["dimension_numbers"][0][0]
         return math.prod(inputs[0].shape[axis] for axis in contracted)
     if name in ("conv_general_dilated", "reduce_window", "reduce_window_sum", "addupdate"):
-        return FEW + 1  # not used by this package: whoever adds one looks at its sums
+        return FEW + 1  # unused in this package; check the sums when adding one
     return 0
 
 
 @pytest.fixture
 def step(make_config):
-    """step(**fields of the model section) -> (training step, its arguments)."""
+    """Return step(**fields of the model section) -> (training step, its arguments)."""
 
     def make(recipe="replaced_token", generator=None, **model):
         config = make_config(recipe, generator, **model)
@@ -118,9 +116,7 @@ def step(make_config):
     ids=str,
 )
 def test_a_training_step_sums_in_float32(step, model, accelerator):
-    """Layers save only logits of filters and one number a token in float32 for the backward pass;
-    no copies of kernels.
-    """
+    """The backward pass keeps only filter logits and one number per token in float32."""
     function, *arguments = step(**model)
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
     assert not short_sums_of(jaxpr)
@@ -146,7 +142,7 @@ def test_a_training_step_of_each_platform_sums_in_float32(step, other, monkeypat
 
 
 def test_the_heads_of_fine_tuning_sum_in_float32(make_config, accelerator):
-    """Given hidden states in bfloat16; the training steps above cover the encoder."""
+    """Hidden states are bfloat16; the training steps above cover the encoder."""
     config, batch = make_config(), finetuning_batch()
     graphdefs, params = {}, {}
     for head in LOSSES:
@@ -171,7 +167,7 @@ def test_the_heads_of_fine_tuning_sum_in_float32(make_config, accelerator):
     assert not short_sums(gradient, params, hidden, jax.random.key(0))
 
 
-# --- The kernels, which no step on a CPU has ---
+# --- Kernels, which a CPU step does not use ---
 
 HEADS, OFFSETS = 2, taps.offsets(9)
 SPAN_OPS = {
@@ -213,7 +209,7 @@ def test_kernels_sum_in_float32(accelerator):
 
 
 def test_filter_logits_reach_their_softmax_in_float32():
-    """In bfloat16 logits around 100 are multiples of 0.5: taps that differ by e^0.2 would tie."""
+    """bfloat16 logits near 100 are multiples of 0.5, so taps that differ by 0.2 would tie."""
     ones = jnp.ones((1, 32, HEADS * 16), BF16)
     values = jax.random.normal(jax.random.key(0), ones.shape).astype(BF16)
     projection = jnp.zeros((HEADS * 16, HEADS * 9))
@@ -245,7 +241,7 @@ def test_many_equal_terms_add_up():
 
 @pytest.mark.parametrize("kind", ["grouped", "separable"])
 def test_gradients_of_a_batch_are_those_of_float32(kind):
-    """Of the same bfloat16 numbers; what is rounded on the way are single terms, not sums."""
+    """From the same bfloat16 inputs; only single terms are rounded, not sums."""
     normal = jax.nn.initializers.normal(0.1)
     starts = layers.Initializers(normal, lambda taps: normal, normal)
     module = {
@@ -270,7 +266,7 @@ def test_gradients_of_a_batch_are_those_of_float32(kind):
 
     def check(path, ours, wanted):
         error = jnp.linalg.norm(ours - wanted) / jnp.linalg.norm(wanted)
-        # Between the two convolutions there is a rounded array; sums over it are exact.
+        # The array between the two convolutions is rounded; sums over it are exact.
         limit = 2**-9 if kind == "separable" and path[0].key != "bias" else 2e-6
         assert error < limit, (path, float(error))
 

@@ -1,4 +1,4 @@
-"""Embeddings, heads and the models to pre-train, against their formulas in numpy."""
+"""Embeddings, heads and pre-training models against their formulas in numpy."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ def tokens(packed):
 
 @pytest.fixture(scope="module")
 def small(make_config):
-    """small(**fields) -> a config of one cheap layer."""
+    """Return small(**fields) -> a config with one small layer."""
     return functools.partial(make_config, layers=1, mixer="separable")
 
 
@@ -34,7 +34,7 @@ def exactly(tree):
 
 
 def words(p, hidden, table):
-    """Logits of a masked language head."""
+    """Compute the logits of a masked language modeling head."""
     x = layer_norm(gelu(dense(hidden, p["dense"])), p["norm"])
     return x @ table["word"]["embedding"].T + p["output_bias"]
 
@@ -49,7 +49,7 @@ def pick(hidden):
 @pytest.mark.parametrize(
     ("segment_ids", "expected"),
     [
-        ([1, 1, 1, 0, 0], [0, 1, 2, 3, 4]),  # as the release counts
+        ([1, 1, 1, 0, 0], [0, 1, 2, 3, 4]),  # as in the official code
         ([1, 1, 2, 2, 2], [0, 1, 0, 1, 2]),
         ([1, 2, 3, 0, 0], [0, 0, 0, 1, 2]),
         ([3, 3, 1, 1, 0], [0, 1, 0, 1, 2]),
@@ -67,7 +67,7 @@ def test_embeddings_are_the_norm_of_a_sum(make_config, randomize, packed, tokens
         lambda rngs: Embeddings(make_config().embeddings, start, rngs), scale=1.0
     )
     types = jax.random.randint(jax.random.key(1), packed.shape, 0, 2)
-    # Padding goes on counting; no position beyond 15 occurs.
+    # Padding continues the count; no position exceeds 15.
     places = np.asarray([[*range(5), *range(11), *range(8)], [*range(9), *range(15)]])
     cotangent = np.asarray(jax.random.normal(jax.random.key(2), (*packed.shape, 16)))
 
@@ -102,7 +102,7 @@ def test_embeddings_are_the_norm_of_a_sum(make_config, randomize, packed, tokens
 
 
 def test_a_model_to_pre_train_is_the_sum_of_its_parts(make_config, randomize, packed, tokens):
-    """And documents packed in one row get the logits that they get alone."""
+    """Documents packed in one row get the same logits as alone."""
     config = make_config()
     graphdef, params = randomize(lambda rngs: PretrainingModel(config, rngs))
     alone = [tokens[0, 5:16], tokens[1, 9:15]]
@@ -149,7 +149,7 @@ def test_a_model_to_pre_train_is_the_sum_of_its_parts(make_config, randomize, pa
     assert np.abs(first - found["detected"]).max() > 1e-4
 
 
-# config.generator -> the parameters that its loss reaches, and those of the discriminator's
+# config.generator -> parameters with a gradient from the generator loss, from the discriminator's
 GENERATORS = {
     "tied": (
         {},
@@ -219,7 +219,7 @@ def test_each_kind_of_generator_learns_by_its_own_parameters(
     else:
         table = p["generator_embeddings" if kind == "untied" else "embeddings"]
         np.testing.assert_allclose(mlm, words(p["generator_head"], pick(hidden), table), atol=1e-4)
-    if kind == "disentangled":  # the sum of both is read: what one gains the other may lose
+    if kind == "disentangled":  # the model reads the sum of both tables
         moved = params | {
             name: jax.tree.map(lambda leaf, by=by: leaf + by, params[name])
             for name, by in (("embeddings", 0.25), ("own_embeddings", -0.25))
@@ -234,7 +234,7 @@ def test_disentangled_embeddings_start_as_tied_ones(small):
     before = jax.eval_shape(build(PretrainingModel, tied)[1], jax.random.key(0))
     own = params.pop("own_embeddings")
     assert not any(map(np.any, jax.tree.leaves(own)))
-    # words, 48 positions, 2 types and a layer norm, of 16 channels
+    # words, 48 positions, 2 types and a layer norm, each with 16 channels
     assert sum(leaf.size for leaf in jax.tree.leaves(own)) == (50 + 48 + 2 + 2) * 16
     assert jax.tree.structure(params) == jax.tree.structure(before)
 

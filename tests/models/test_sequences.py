@@ -1,4 +1,4 @@
-"""Models that write text: counts on paper, and the two forms, of whole rows and of one position."""
+"""Sequence-to-sequence and language models: parameter counts, full-sequence and one-step forms."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ SMALL = ModelSection(
     layers=3, hidden_size=32, embedding_size=32, heads=4, mixer="dynamic", kernel_sizes=(3, 5, 5),
     ffn_size=48, positions=16, dropout=0.1, layer_norm_epsilon=1e-5,
 )  # fmt: skip
-# Every choice of the section in a few models; mixers alone are in test_mixers.py.
+# Every option of the section in a few models; test_mixers.py tests the mixers alone.
 FORMS = {
     "light": ({"mixer": "light"}, {"decoder_kernel_sizes": (4, 7)}),
     "dynamic": (
@@ -97,14 +97,14 @@ def shapes_of(build):
 
 # --- Sizes ---
 
-# Channels, feed-forward, heads; kernels of the encoder (attention: layers) and of the decoder; gate
+# Channels, FFN size, heads; encoder kernels (attention: layers), decoder kernels; gate.
 SHAPES = {
     "tiny": (128, 256, 4, [7, 7, 7, 7], 4, [7, 7, 7, 7], True),
     "iwslt_de_en": (512, 1024, 4, [3, 7, 15, 31, 31, 31, 31], 6, [3, 7, 15, 31, 31, 31], False),
     "wmt_en_de_big": (1024, 4096, 16, [3, 7, 15, 31, 31, 31, 31], 6, [3, 7, 15, 31, 31, 31], True),
     "t5_base": (768, 3072, 12, [7] * 12, 12, [7] * 12, True),
 }
-# Source and target words, tables, norms behind pre-norm; and the sum, of attention, light, dynamic.
+# Source and target words, tables, final norms of pre-norm; totals for attention, light, dynamic.
 WHOLE = {
     "tiny": (8_000, 8_000, 1, 2, (2_349_568, 2_217_696, 2_246_144)),
     "iwslt_de_en": (8_848, 6_632, 3, 0, None),
@@ -123,7 +123,7 @@ def mixer_on_paper(mixer, c, h, k, gate):
 
 
 def stack_on_paper(mixer, c, f, h, kernels, gate, reads):
-    """Mixer, feed-forward, 2 norms; with a source also attention and a norm."""
+    """Count mixer, feed-forward and 2 norms; a decoder adds cross-attention and a norm."""
     feed_forward = c * f + f + f * c + c
     source = (4 * (c * c + c) + 2 * c) * reads
     return sum(
@@ -149,8 +149,8 @@ def test_parameters_of_encoder_decoders(size):
         assert found == wanted, mixer
         assert sums is None or found == sums[number]
         if (size, mixer) == ("t5_base", "light"):
-            # 210 million (Tay et al. 2021, the base model of the released checkpoints), by
-            # LightConv's own block; the block of the released code has a dense layer more.
+            # Tay et al. 2021 report 210 million for their base model. This is LightConv's block;
+            # the block of their released code has one more dense layer.
             assert found == pytest.approx(210e6, rel=0.01)
 
 
@@ -186,8 +186,9 @@ SOURCE_IDS = jnp.asarray([[1] * 7, [1] * 4 + [0] * 3])
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_translator_step_by_step_is_what_it_is_as_a_whole(randomize, form):
-    """Two targets read each source, and one source has padding. Packed pairs equal separate pairs,
-    and no position reads the future or the source of another pair.
+    """Packed pairs equal separate pairs; no position reads the future or another pair's source.
+
+    Each source has two targets, and one source has padding.
     """
     config = translator(form)
     graphdef, params = randomize(functools.partial(EncoderDecoder, config), scale=0.1)
@@ -309,7 +310,7 @@ def test_attention_to_the_source_is_divided_by_heads():
 
 @pytest.mark.parametrize("size", [6, 7])
 def test_sinusoids(size):
-    """Place 0 is position 2; sines, then cosines; the slowest wave is 10,000 times the fastest."""
+    """Index 0 is position 2; sines, then cosines; wavelengths span a factor of 10,000."""
     waves = [1, 100**-1, 10_000**-1]
     rows = [
         [np.sin(p * w) for w in waves] + [np.cos(p * w) for w in waves] + [0] * (size - 6)
@@ -318,15 +319,16 @@ def test_sinusoids(size):
     np.testing.assert_allclose(sinusoids(jnp.asarray([0, 1, 7]), size), rows, atol=1e-6)
 
 
-# --- Layers of T5 and of Tay et al. 2021: gates, dropout in more places, one layer of attention ---
+# --- Layers of T5 and of Tay et al. 2021: gates, more dropout, one attention layer ---
 
 
 @pytest.mark.parametrize(("attends", "reach"), [(False, 3), (True, LENGTH)])
 def test_one_layer_of_attention_in_a_convolutional_encoder_reads_the_whole_source(
     randomize, attends, reach
 ):
-    """Tay et al. 2021: three layers of windows of 3 see three positions to each side, one layer of
-    attention among them sees all.
+    """Three layers of kernel size 3 reach three positions; one attention layer reaches all.
+
+    Architecture of Tay et al. 2021.
     """
     stages = (StageSection(layers=2, mixer="light"), StageSection(mixer="attention"))
     fields = {"mixer": "light", "kernel_sizes": (), "kernel_size": 3}
@@ -346,7 +348,7 @@ def test_one_layer_of_attention_in_a_convolutional_encoder_reads_the_whole_sourc
 
 @pytest.mark.parametrize("field", ["activation_dropout", "last_dropout"])
 def test_each_dropout_of_t5_is_where_it_says(randomize, field):
-    """With a key alone. Behind the last norm it leaves whole channels of the output at 0."""
+    """Needs a key. Dropout after the last norm sets output entries to 0."""
     model, sequence = sections("T5's layers")
     none = {"activation_dropout": 0.0, "last_dropout": 0.0}
     sequence = dataclasses.replace(sequence, **none | {field: 0.5})
@@ -378,7 +380,7 @@ def test_a_gated_block_multiplies_two_dense_layers():
     np.testing.assert_allclose(block(x), wanted, atol=1e-5)
 
 
-# --- Faults ---
+# --- Errors ---
 
 
 def test_rows_longer_than_the_table_of_positions_are_refused(randomize):
