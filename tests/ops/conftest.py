@@ -1,4 +1,4 @@
-"""What Pallas' interpreter lacks."""
+"""Primitives that Pallas' interpreter lacks."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax.interpreters import mlir
 
 
 def _pack(low, high, *, packed_dtype):
-    """Its definition: both rounded, the first one in the lower half of each word."""
+    """Round both operands and pack `low` into the lower half of each word."""
     halves = [jax.lax.bitcast_convert_type(x.astype(packed_dtype), jnp.uint16) for x in (low, high)]
     return halves[0].astype(jnp.uint32) | (halves[1].astype(jnp.uint32) << 16)
 

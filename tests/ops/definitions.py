@@ -1,4 +1,4 @@
-"""The ops in numpy and float64, with gradients written by hand, and inputs for them.
+"""Reference ops in numpy and float64 with hand-written gradients, and test inputs.
 
 B batch, L positions, S positions of keys, C channels, H heads, D head width, K taps. Each
 definition returns the output and the gradients of all arrays for a cotangent of the output.
@@ -21,7 +21,7 @@ def normal(seed, *shapes, dtype=F32):
 
 
 def segments(batch, length, seed=0):
-    """Rows of a few documents of random lengths; the last row ends in padding."""
+    """Return rows of a few documents of random lengths; the last row ends in padding."""
     starts = np.random.default_rng(seed).random((batch, length)) < 4 / length
     ids = 1 + np.cumsum(starts, axis=1)
     ids[-1, length - length // 3 :] = 0
@@ -29,25 +29,25 @@ def segments(batch, length, seed=0):
 
 
 def offsets_of(taps, dilation=1, causal=False):
-    """What each tap reads: the position itself is the last tap if causal, else tap K // 2."""
+    """Offset read by each tap; offset 0 is the last tap if causal, else tap K // 2."""
     return tuple((tap - (taps - 1 if causal else taps // 2)) * dilation for tap in range(taps))
 
 
 def make_mesh(devices=None, **sizes):
-    """A mesh of simulated devices, or of given ones; axis -> size."""
+    """Make a mesh of the given or of simulated devices; `sizes` maps axes to sizes."""
     auto = (jax.sharding.AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(function, arrays, cotangent):
-    """The output and all gradients; None for an array that is None."""
+    """Return the output and all gradients; None for an array that is None."""
     out, back = jax.vjp(function, *arrays)
     return out, *back(cotangent)
 
 
 def assert_close(actual, expected, tolerance):
-    """Compares arrays, finite ones, relative to the largest number of each, or to 1."""
+    """Check that arrays are finite and close, relative to the maximum of each or 1."""
     for one, other in zip(actual, expected, strict=True):
         if other is None:
             assert one is None
@@ -63,7 +63,7 @@ def _exact(arrays):
 
 
 def _dynamic(values, filters, cotangent, ids, offsets):
-    """values [B, L, H, D], filters [B, L, H, K]."""
+    """Convolve values [B, L, H, D] with filters [B, L, H, K]."""
     length = values.shape[1]
     ids = np.ones(values.shape[:2]) if ids is None else np.asarray(ids)
     out, d_values, d_filters = (np.zeros(x.shape) for x in (values, values, filters))
@@ -129,8 +129,8 @@ _DEFINITIONS = {
     "light": _light,
     "depthwise": _depthwise,
     "span": _span,
-    "token": _span,  # filters and values of the token itself: neither span key nor values
-    "key": _span,  # filters of the token, other values
+    "token": _span,  # filters and values from the token: no span key, no values
+    "key": _span,  # filters from the token, separate values
 }
 OPS = {
     "dynamic": _by_heads,
@@ -143,7 +143,7 @@ OPS = {
 
 
 def draw(op, batch, length, heads, width, taps, dtype=F32, seed=0):
-    """Returns the arrays of a convolution, and a cotangent of its output."""
+    """Return the arrays of a convolution, and a cotangent of its output."""
     rows, by_head = (batch, length, heads * width), (batch, length, heads, width)
     if op in ("dynamic", "light"):
         shape = (batch, length, heads, taps) if op == "dynamic" else (heads, taps)
@@ -162,12 +162,12 @@ def draw(op, batch, length, heads, width, taps, dtype=F32, seed=0):
 
 
 def convolve(op, arrays, cotangent, ids, offsets):
-    """The definition of a convolution: its output and the gradients of all its arrays."""
+    """Evaluate the definition of a convolution: its output and the gradients of all arrays."""
     return _DEFINITIONS[op](*_exact([*arrays, cotangent]), ids, offsets)
 
 
 def spoil(arrays, ids):
-    """NaN in the padding of all arrays that have positions [B, L, ...]."""
+    """Put NaN into the padding of all arrays with positions [B, L, ...]."""
     if ids is None:
         return arrays
     padding = jnp.asarray(ids == 0)
@@ -181,7 +181,7 @@ def spoil(arrays, ids):
 
 
 def visible(ids, key_ids, shape, causal):
-    """[B or 1, 1, L, S]: padding sees the segment with the largest id, and nothing sees padding."""
+    """Mask [B or 1, 1, L, S]. Padding sees the segment with the largest id; none sees padding."""
     seen = np.ones((1, *shape), bool)
     if ids is not None:
         own = np.where(ids == 0, ids.max(axis=1, keepdims=True), ids)
@@ -190,7 +190,7 @@ def visible(ids, key_ids, shape, causal):
 
 
 def attend(query, key, value, cotangent, seen, keep=1.0):
-    """Attention with dropout `keep` [B, H, L, S]: 0, or the factor of a weight that is kept."""
+    """Attention with dropout factors `keep` [B, H, L, S]: 0, or the scale of a kept weight."""
     query, key, value, cotangent = (
         x.swapaxes(1, 2) for x in _exact([query, key, value, cotangent])
     )

@@ -1,4 +1,4 @@
-"""Attention by XLA and by other kernels against its definition, and the choice of a form."""
+"""XLA and kernel attention against the definition, and the choice of implementation."""
 
 import functools
 import logging
@@ -24,20 +24,20 @@ splash = functools.partial(op.splash, interpret=True)
 
 
 def draw(length, keys=None, heads=2, width=8, dtype=F32, batch=2):
-    """Query, key, value and a cotangent of the output."""
+    """Return query, key, value and a cotangent of the output."""
     own, other = ((batch, n, heads, width) for n in (length, keys or length))
     return definitions.normal(0, own, other, other, own, dtype=dtype)
 
 
 def documents(length):
-    """One document and padding in the first row; three documents and padding in the second."""
+    """Return a row of one document and padding, and a row of three documents and padding."""
     positions = np.arange(length)
     rows = np.stack([np.ones(length), 1 + 3 * positions // length])
     return np.where(positions < length - 9, rows, 0).astype(np.int32)
 
 
 def ids_of(kind, length, keys):
-    """Segments of queries and keys: "none"; "packed"; "silent": some queries see no key."""
+    """Segments of queries and keys for "none", "packed" or "silent" (some queries see no key)."""
     if kind == "none":
         return None, None
     ids, key_ids = documents(length), documents(keys)
@@ -45,7 +45,7 @@ def ids_of(kind, length, keys):
 
 
 def check(form, arrays, kind, causal, dtype=F32):
-    """Compares output and gradients of a form with the definition."""
+    """Compare output and gradients of an implementation with the definition."""
     *arrays, cotangent = arrays
     length, keys = arrays[0].shape[1], arrays[1].shape[1]
     ids, key_ids = ids_of(kind, length, keys)
@@ -130,7 +130,7 @@ def test_missing_segments_are_one_segment():
     np.testing.assert_array_equal(attention(query, key, value), wanted)
     for name, ids in ones.items():
         np.testing.assert_array_equal(attention(query, key, value, **{name: ids}), wanted)
-    ids = jnp.asarray(documents(16))  # as many keys as queries: keys have the segments of queries
+    ids = jnp.asarray(documents(16))  # with equal lengths, keys have the segments of queries
     equal = draw(16)[:3]
     wanted = attention(*equal, segment_ids=ids, key_segment_ids=ids)
     np.testing.assert_array_equal(attention(*equal, segment_ids=ids), wanted)
@@ -138,7 +138,7 @@ def test_missing_segments_are_one_segment():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_weights_and_scores(causal):
-    """Rows of weights add up to 1, or to 0 without a key; scores that are not seen are 0."""
+    """Weights sum to 1, or to 0 without a visible key; masked scores are 0."""
     query, key, _, _ = draw(16, 40)
     ids, key_ids = ids_of("silent", 16, 40)
     seen = definitions.visible(ids, key_ids, (16, 40), causal)
@@ -156,14 +156,14 @@ def test_weights_and_scores(causal):
 
 @pytest.mark.parametrize(("platform", "dtype"), [("cpu", F32), ("tpu", BF16)])
 def test_dropout_is_the_definition(platform, dtype, monkeypatch):
-    """Also with weights of 0: of keys that are not seen, and one that underflows."""
+    """Covers weights of 0: those of masked keys, and one that underflows."""
     on(monkeypatch, platform)
     *arrays, cotangent = draw(24, width=16, dtype=dtype)
     arrays[0], arrays[1] = arrays[0].at[0, 3].set(9), arrays[1].at[0, 5].set(-9)
     ids = documents(24)
     kept = np.random.default_rng(1).random((2, 2, 24, 24)) < 0.7
     seen = definitions.visible(ids, ids, (24, 24), causal=False)
-    of_keys = kept.swapaxes(2, 3) if platform == "tpu" else kept  # a TPU draws keys, queries
+    of_keys = kept.swapaxes(2, 3) if platform == "tpu" else kept  # drawn as [keys, queries]
     expected = definitions.attend(*arrays, cotangent, seen, 1.5 * of_keys)
 
     def dropping(*arrays):
@@ -174,7 +174,7 @@ def test_dropout_is_the_definition(platform, dtype, monkeypatch):
 
 
 class Given(Dropout):
-    """Keeps the given entries, and scales them by 1.5."""
+    """Dropout that keeps the given entries, scaled by 1.5."""
 
     factor = 1.5
 
@@ -187,7 +187,7 @@ class Given(Dropout):
 
 
 def test_dropout_keeps_one_array_of_all_weights():
-    """Autodiff would keep three: weights, marks, and the weights that are left."""
+    """Autodiff would keep three: weights, mask and dropped weights."""
     *arrays, _ = draw(64)
     marks = jnp.ones((2, 2, 64, 64), bool)
 
@@ -214,7 +214,7 @@ def test_attention_to_keys_that_decoding_kept(platform, queries, monkeypatch):
 
 @pytest.mark.parametrize("visible", [None, np.asarray([[True, False, True], [False] * 3])])
 def test_softmax_of_large_logits(visible):
-    """Where nothing is visible all is 0, the gradient too."""
+    """If nothing is visible, output and gradient are 0."""
     logits = jnp.asarray([[1e30, 1e30, -1e30], [3e38, -3e38, 0.0]])
     out, back = jax.vjp(lambda x: softmax(x, visible, jnp.float32), logits)
     wanted = [[0.5, 0.5, 0], [1, 0, 0]] if visible is None else [[1, 0, 0], [0, 0, 0]]
@@ -238,11 +238,11 @@ def test_errors_name_the_argument(name, change):
         attention(**{name: jnp.zeros(shape, int) for name, shape in shapes.items()})
 
 
-# --- The choice of a form ---
+# --- Choice of implementation ---
 
 
 def on(monkeypatch, platform, version="cuda 12"):
-    """As if the program were for `platform`, whose devices are not here to verify a kernel on."""
+    """Simulate `platform`, without devices to verify a kernel on."""
     client = types.SimpleNamespace(platform_version=version)
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
     device = types.SimpleNamespace(client=client, device_kind="TPU v5e", platform="cpu")
@@ -334,4 +334,4 @@ def test_cudnn_is_left_where_devices_divide_positions(monkeypatch):
     mesh = jax.sharding.AbstractMesh((2,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.sharding.use_abstract_mesh(mesh):
         assert choose("auto", 128) == "xla"
-        assert choose("auto", 127) == "cudnn"  # which two devices do not divide
+        assert choose("auto", 127) == "cudnn"  # not divisible by two devices

@@ -1,6 +1,6 @@
-"""Attention by the TPU kernels of this package, interpreted, and the weights that dropout keeps.
+"""TPU attention kernels in the Pallas interpreter, and their dropout masks.
 
-That they compile for TPUs is tested in tests/end_to_end/test_tpu_compile.py.
+tests/end_to_end/test_tpu_compile.py tests that they compile for TPUs.
 """
 
 import functools
@@ -33,7 +33,7 @@ CASES = {
 
 
 def check(length, keys, heads, width, kind, causal, rate, *, dtype=F32, interpret=True):
-    """Compares the kernels with the definition, which keeps the same weights."""
+    """Compare the kernels with the definition, using the same dropout mask."""
     *arrays, cotangent = draw(length, keys, heads, width, dtype)
     ids, key_ids = ids_of(kind, length, keys)
     seen = definitions.visible(ids, key_ids, (length, keys), causal)
@@ -58,7 +58,7 @@ def test_kernels_are_the_definition(case):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_rows_longer_than_a_block(causal):
-    """Scores of 1,024 positions are worked on in parts."""
+    """Scores of 1,024 positions are computed in blocks."""
     check(1024, 1024, 2, 64, "packed", causal, 0.1, dtype=BF16)
 
 
@@ -84,8 +84,9 @@ def test_padding_alone_is_finite_and_its_values_reach_nothing():
 
 
 def test_scores_of_thousands_do_not_overflow():
-    """The backward pass takes them less the logarithm of a sum, so that what float32 rounds of
-    them, a tenth of a thousandth, is in the weights.
+    """The backward pass subtracts the log-sum-exp from the scores in float32.
+
+    The rounding error of the scores, about 1e-4, therefore appears in the weights.
     """
     *arrays, cotangent = [30 * x for x in draw(128, width=64)]
     expected = definitions.attend(
@@ -119,11 +120,11 @@ def test_on_a_tpu(case, dtype):
     check(*CASES[case], dtype=dtype, interpret=False)
 
 
-# --- What is dropped ---
+# --- Dropout masks ---
 
 
 def test_xla_on_a_tpu_drops_the_same(monkeypatch):
-    """There it asks for its marks with keys before queries."""
+    """On a TPU, XLA attention requests the mask with keys before queries."""
     drop = KernelDropout(0.6, jax.random.key(3))
     wanted = drop.draw((2, 3, 128, 256))
     monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
@@ -149,7 +150,7 @@ def marks_of(seed, row, head, kept):
 
 
 def drawn(seed, row, head, kept=KEPT):
-    """[512 keys, 512 queries] 1 where a weight is kept."""
+    """Return [512 keys, 512 queries], 1 where a weight is kept."""
     return np.asarray(marks_of(jnp.asarray(seed, jnp.int32), row, head, kept), float)
 
 
@@ -160,7 +161,7 @@ def test_as_many_are_kept_as_shall_be(kept):
         found = drawn((seed, 0), seed, seed, kept)
         deviation = (share * (1 - share) / found.size) ** 0.5
         assert abs(found.mean() - share) < 5 * deviation
-        # of every query and every key alike: chi-square, with its own deviations of 32 for 512
+        # Uniform over queries and keys: chi-square with 512 degrees of freedom.
         for axis in (0, 1):
             sums = found.sum(axis=axis)
             squares = ((sums - 512 * share) ** 2).sum() / (512 * share * (1 - share))
@@ -168,7 +169,7 @@ def test_as_many_are_kept_as_shall_be(kept):
 
 
 def test_marks_are_independent():
-    """Marks of neighbors, of one random word, of heads, rows and seeds are not correlated."""
+    """Masks of neighbors, of one random word, of heads, rows and seeds are uncorrelated."""
     base = drawn((11, 12), 3, 2)
     share = KEPT / 256
     others = {

@@ -1,4 +1,4 @@
-"""The convolutions against their definitions, values and gradients, on one device and on meshes."""
+"""Values and gradients of convolutions against their definitions, on one device and on meshes."""
 
 import functools
 import types
@@ -17,7 +17,7 @@ from tests.ops.definitions import BF16, F32, OPS, assert_close, offsets_of, run
 from tests.pairwise import pairwise
 from tests.refusals import refused
 
-# Kernels run on their own devices only: test_pallas_tpu.py and test_pallas_gpu.py.
+# Kernels are tested in test_pallas_tpu.py and test_pallas_gpu.py.
 FORMS = [("xla", F32), ("xla", BF16), ("reference", F32)]
 CASES = pairwise(
     list(OPS), [1, 2, 3, 6, 9], [1, 5, 16], FORMS, [1, 2, 3], [False, True], [None, "packed"]
@@ -26,7 +26,7 @@ TOLERANCE = {F32: 3e-6, BF16: 2**-7}
 
 
 def spoiled(op, arrays, ids):
-    """The filters of XLA's span convolution are a product of all rows, so NaN stays in them."""
+    """Put NaN into padding; not for span ops, whose XLA matmul over all rows would spread it."""
     return arrays if op in ("span", "token", "key") else definitions.spoil(arrays, ids)
 
 
@@ -43,7 +43,7 @@ def test_it_is_the_definition(op, taps, length, form, dilation, causal, ids):
     actual = run(function, given, given_cotangent)
     expected = definitions.convolve(op, arrays, cotangent, ids, offsets_of(taps, dilation, causal))
     assert {x.dtype for x in jax.tree.leaves(actual)} == {jnp.dtype(dtype)}
-    # In bfloat16 the filters of a span are rounded before they are used.
+    # In bfloat16 the filters of a span convolution are rounded before use.
     assert_close(actual, expected, TOLERANCE[dtype] * (3 if dtype == BF16 else 1))
 
 
@@ -57,7 +57,7 @@ def test_definitions_of_the_package_are_exact_in_float64():
             ("span", lambda *a: reference.span_dynamic_conv(*a[:-1], 2, a[-1])),
         ):
             arrays, cotangent = definitions.draw(op, 2, 9, 2, 3, 5)
-            arrays = [np.asarray(x, np.float64) + 1e-9 for x in arrays]  # float32 lacks these
+            arrays = [np.asarray(x, np.float64) + 1e-9 for x in arrays]  # not exact in float32
             expected = definitions.convolve(op, arrays, cotangent, ids, offsets)
             out = conv(*arrays, jnp.asarray(ids), offsets)
             assert out.dtype == np.float64
@@ -78,7 +78,7 @@ def test_nan_of_other_segments_reaches_nothing(op, implementation):
     *spoiled, spoiled_cotangent = definitions.spoil([*arrays, cotangent], np.asarray(ids) == 2)
     dirty = run(function, spoiled, spoiled_cotangent)
     for one, other in zip(clean, dirty, strict=True):
-        if one.ndim > 2:  # the filters of a depthwise convolution add up all segments
+        if one.ndim > 2:  # the filter gradient of a depthwise convolution sums over all segments
             np.testing.assert_array_equal(one[:, 4:9], other[:, 4:9])
             np.testing.assert_array_equal(other[:, 12:], 0)
 
@@ -87,7 +87,7 @@ def test_bfloat16_is_summed_in_float32():
     values = jnp.concatenate([jnp.full((1, 1, 1, 1), 256.0), jnp.ones((1, 8, 1, 1))], axis=1)
     filters = jnp.ones((1, 9, 1, 9), jnp.bfloat16)
     out = dynamic_conv.dynamic_conv(values.astype(jnp.bfloat16), filters)
-    assert float(out[0, 4, 0, 0]) == 264.0  # eight additions of 1 to 256 in bfloat16 stay 256
+    assert float(out[0, 4, 0, 0]) == 264.0  # in bfloat16, 256 + 1 is 256
 
 
 @pytest.mark.parametrize("dilation", [1, 2])
@@ -111,20 +111,20 @@ def test_one_step_is_the_last_position_of_a_causal_row(dilation):
             step(window[:, 1:], last, dilation=dilation)
 
 
-# --- On a mesh whose devices divide the positions ---
+# --- Sequence parallelism ---
 
-DIVIDED = [  # op, taps, dilation, causal, segments, implementation, sizes of the mesh
+DIVIDED = [  # op, taps, dilation, causal, packed, implementation, mesh
     ("depthwise", 9, 1, False, True, "auto", {"data": 2, "sequence": 4}),
     ("dynamic", 4, 1, False, False, "auto", {"tensor": 2, "sequence": 4}),
     ("dynamic", 3, 7, True, True, "reference", {"sequence": 8}),
-    ("light", 31, 1, False, True, "auto", {"sequence": 8}),  # reads four parts on each side
+    ("light", 31, 1, False, True, "auto", {"sequence": 8}),  # reads four shards on each side
     ("span", 9, 1, False, True, "auto", {"fsdp": 2, "tensor": 2, "sequence": 2}),
     ("token", 7, 3, True, True, "auto", {"sequence": 8}),
 ]
 
 
 def packed_rows(length=32):
-    """Two documents and padding in the last of eight parts; one document and padding."""
+    """Return two documents with padding in the last of eight shards; one document with padding."""
     ids = np.ones((2, length), np.int32)
     ids[0, 13:], ids[0, 29:], ids[1, 17:] = 2, 0, 0
     return ids
@@ -150,7 +150,7 @@ def test_rows_divided_over_devices(op, taps, dilation, causal, packed, implement
 
 
 def find_sent(function, arrays):
-    """What four devices that divide the rows of `arrays[:3]` send for their gradients."""
+    """List collectives of the gradients when four devices shard the positions of `arrays[:3]`."""
     mesh = definitions.make_mesh(sequence=4)
     rows, whole = (jax.NamedSharding(mesh, jax.P(*spec)) for spec in ((None, "sequence"), ()))
     places = tuple(rows if x.ndim > 2 else whole for x in arrays)
@@ -165,23 +165,23 @@ def find_sent(function, arrays):
 
 
 def test_a_convolution_sends_its_halo_and_attention_its_rows():
-    """Bytes of a device: a convolution's do not grow with the length of its rows."""
+    """The bytes that a convolution sends per device do not grow with the sequence length."""
     arrays, _ = definitions.draw("span", 2, 32, 2, 4, 9)
     found = find_sent(functools.partial(OPS["span"], heads=2), arrays)
     assert {one.kind for one in found} == {"collective-permute"}
     sent = sum(one.sent_bytes for one in found)
-    halo = 2 * (9 - 1) * 8 * 4  # rows, positions of both sides, channels, bytes of float32
-    assert sent == 2 * halo  # values, and their gradient on its way back
+    halo = 2 * (9 - 1) * 8 * 4  # rows, positions on both sides, channels, bytes per float32
+    assert sent == 2 * halo  # values forward, their gradient backward
     found = find_sent(attention, [x.reshape(2, 32, 2, 4) for x in arrays[:3]])
     assert "all-gather" in {one.kind for one in found}
     assert sum(one.sent_bytes for one in found) > sent
 
 
-# --- Refused arguments, and the choice for a GPU ---
+# --- Invalid arguments, and the choice on a GPU ---
 
 ROWS, HEADS = (2, 4, 6), (2, 4, 2, 3)
 IDS = {"segment_ids": ((2, 5), "int32")}
-REFUSED = {  # op -> [argument at fault, shapes and dtypes of other arguments]
+REFUSED = {  # op -> [invalid argument, shapes and dtypes of other arguments]
     "depthwise": [
         ("x", {0: ((4, 6), F32)}),
         ("filters", {1: ((9, 4), F32)}),

@@ -1,4 +1,4 @@
-"""The choice between implementations, the names that a config has for them, and parts of a mesh."""
+"""Choice of implementation, implementation names in configs, and sharding over a mesh."""
 
 import types
 
@@ -28,7 +28,7 @@ from tests.refusals import refused
     ],
 )
 def test_a_config_has_the_names_of_the_tables(op, names):
-    """So a value of model.attention or model.convolution means the same in each op."""
+    """model.attention and model.convolution have the same meaning in each op."""
     assert {name: one.platform for name, one in op.IMPLEMENTATIONS.items()} == names
 
 
@@ -102,14 +102,14 @@ def mesh(**sizes):
         ({"data": 4, "tensor": 2}, 8, ROWS, (2, 3, 4, 2)),
         ({"data": 4, "tensor": 2}, 8, WHOLE, (8, 3, 4, 2)),
         ({"data": 2, "fsdp": 2, "tensor": 2}, 8, division.ROWS_AND_HEADS, (2, 3, 2, 2)),
-        ({"tensor": 8}, 8, division.ROWS_AND_HEADS, (8, 3, 4, 2)),  # 4 heads are not split in 8
-        ({"data": 4, "fsdp": 2}, 6, ROWS, (3, 3, 4, 2)),  # split by fsdp alone
+        ({"tensor": 8}, 8, division.ROWS_AND_HEADS, (8, 3, 4, 2)),  # 4 heads do not split in 8
+        ({"data": 4, "fsdp": 2}, 6, ROWS, (3, 3, 4, 2)),  # split over fsdp only
         ({"data": 8}, 6, ROWS, (6, 3, 4, 2)),
         ({"data": 1}, 8, ROWS, (8, 3, 4, 2)),
     ],
 )
 def test_each_device_gets_its_part(sizes, rows, spec, shape):
-    """The shape that a kernel sees on a device, and the result on all of them."""
+    """Check the shape that a kernel sees on a device, and the combined result."""
     x, seen = np.arange(rows * 3 * 4 * 2.0).reshape(rows, 3, 4, 2), []
 
     def kernel(x):
@@ -123,7 +123,7 @@ def test_each_device_gets_its_part(sizes, rows, spec, shape):
 
 
 def test_rows_are_widened_only_where_they_have_neighbors():
-    """A mesh of one device along `sequence` padded every row."""
+    """Regression: rows were padded although the axis `sequence` had one device."""
     halo = division.Halo(offsets=(-1, 0, 1), read=(0,))
     lengths = []
 
@@ -154,7 +154,7 @@ def test_the_axes_are_those_of_training():
 
 
 def test_whole_channels_between_products_on_a_mesh():
-    """Without it XLA:CPU swaps rows between devices, where both w and wo are cut by two axes."""
+    """Without whole_channels XLA:CPU swaps rows between devices if two axes shard w and wo."""
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (8, 4, 16))
     shapes = (16, 16), (16, 32), (32, 16)

@@ -1,6 +1,6 @@
 """GPU kernels without a GPU: numerics in Pallas' interpreter, and lowering for CUDA.
 
-On a GPU (marker gpu) the same numerics run not interpreted.
+On a GPU (marker gpu) the same cases run compiled.
 """
 
 import jax
@@ -12,13 +12,13 @@ from convbert_jax.ops.gpu import span
 from tests.ops import definitions
 from tests.ops.definitions import BF16, F32, assert_close, offsets_of, run
 
-# Gradients of a span go through a product and a softmax, each rounded to bfloat16.
+# Span gradients pass through a matmul and a softmax, each rounded to bfloat16.
 TOLERANCE = {F32: 2e-5, BF16: 4 * 2**-7}
 KERNELS = {"dynamic": gpu.dynamic_conv, "depthwise": gpu.depthwise_conv}
 
 
 def documents(length):
-    """Two rows of documents of 20 tokens, followed by a few tokens of padding."""
+    """Return two rows of 20-token documents, followed by a few tokens of padding."""
     positions = jnp.arange(length)
     row = jnp.where(positions < max(1, length - 5), 1 + positions // 20, 0)
     return jnp.tile(row.astype(jnp.int32), (2, 1))
@@ -31,14 +31,14 @@ def kernel_of(op, ids, offsets, heads, interpret=True):
 
 
 def check(op, length, heads, width, taps, dilation, causal, packed, dtype, interpret=True):
-    """Compares a kernel, given NaN in all padding, with the definition."""
+    """Compare a kernel, with NaN in all padding, with the definition."""
     arrays, cotangent = definitions.draw(op, 2, length, heads, width, taps, dtype)
     ids = documents(length) if packed else None
     offsets = offsets_of(taps, dilation, causal)
     *given, given_cotangent = definitions.spoil([*arrays, cotangent], ids)
     kernel = kernel_of(op, ids, offsets, heads, interpret)
     actual = run(kernel, given, given_cotangent)
-    assert jax.eval_shape(kernel, *given).shape == cotangent.shape  # without a gradient
+    assert jax.eval_shape(kernel, *given).shape == cotangent.shape  # forward only
     assert {x.dtype for x in jax.tree.leaves(actual)} == {jnp.dtype(dtype)}
     expected = definitions.convolve(op, arrays, cotangent, ids, offsets)
     assert_close(actual, expected, TOLERANCE[dtype] * (1 if interpret else 3))
@@ -81,12 +81,12 @@ def test_more_blocks_than_programs_add_up(monkeypatch):
 
 
 def count_kernels(function, *arrays):
-    """How many GPU kernels a function is when it is lowered for CUDA."""
+    """Return the number of GPU kernels in a function lowered for CUDA."""
     device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")
     mesh = jax.sharding.AbstractMesh(
         (1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
     )
-    with jax.sharding.use_abstract_mesh(mesh):  # jax 0.12 asks for the device
+    with jax.sharding.use_abstract_mesh(mesh):  # needed by jax 0.12
         lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
     return lowered.as_text().count("__gpu$xla.gpu.triton")
 
@@ -107,7 +107,7 @@ def test_forward_and_backward_lower_for_cuda(heads, width, packed, dtype):
 
 
 def test_seeds_as_an_axis_lower_for_cuda():
-    """As fine-tuning trains them on a GPU."""
+    """Fine-tuning vmaps over seeds on a GPU."""
     shapes = jax.eval_shape(lambda: definitions.draw("span", 2, 512, 6, 64, 9, BF16))
     many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((5, *x.shape), x.dtype), shapes)
     ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)

@@ -1,7 +1,7 @@
 """TPU kernels without a TPU: numerics in Pallas' interpreter, memory in its TPU mode.
 
-Whether they compile for TPUs is tested in tests/end_to_end/test_tpu_compile.py; on a TPU (marker
-tpu) the same numerics run not interpreted.
+tests/end_to_end/test_tpu_compile.py tests that they compile for TPUs. On a TPU (marker tpu) the
+same cases run compiled.
 """
 
 import jax
@@ -30,12 +30,12 @@ KERNELS = {
 
 @pytest.fixture(autouse=True)
 def _looped(request, monkeypatch):
-    """Windows in loops: unrolled, the interpreter's programs take XLA:CPU minutes to compile."""
+    """Loop over windows; XLA:CPU takes minutes to compile the unrolled interpreter programs."""
     if "tpu" not in request.keywords:
         monkeypatch.setattr(windows, "UNROLLED_WINDOWS", 1)
         monkeypatch.setattr(dealing, "UNROLLED", 1)
     yield
-    # Some of these programs hold thousands of memory maps; see tests/conftest.py.
+    # Some of these programs use thousands of memory maps; see tests/conftest.py.
     jax.clear_caches()
 
 
@@ -47,14 +47,14 @@ def kernel_of(op, ids, offsets, heads, interpret=True):
 
 
 def check(op, taps, batch, length, heads, width, dilation, causal, packed, dtype, interpret=True):
-    """Compares a kernel, given NaN in all padding, with the definition."""
+    """Compare a kernel, with NaN in all padding, with the definition."""
     arrays, cotangent = definitions.draw(op, batch, length, heads, width, taps, dtype)
     ids = definitions.segments(batch, length) if packed else None
     offsets = offsets_of(taps, dilation, causal)
     *given, given_cotangent = definitions.spoil([*arrays, cotangent], ids)
     kernel = kernel_of(op, ids, offsets, heads, interpret)
     actual = run(kernel, given, given_cotangent)
-    assert jax.eval_shape(kernel, *given).shape == cotangent.shape  # without a gradient
+    assert jax.eval_shape(kernel, *given).shape == cotangent.shape  # forward only
     assert {x.dtype for x in jax.tree.leaves(actual)} == {jnp.dtype(dtype)}
     expected = definitions.convolve(op, arrays, cotangent, ids, offsets)
     assert_close(actual, expected, TOLERANCE[dtype])
@@ -76,12 +76,12 @@ CASES = [
     ("depthwise", 1, 2, 5, 1, 64, 1, False, False, F32),
     ("depthwise", 9, 4, 128, 2, 128, 1, False, True, BF16),
     ("depthwise", 4, 2, 129, 3, 48, 1, True, True, F32),
-    ("depthwise", 15, 1, 40, 1, 48, 7, False, True, F32),  # taps reach over several blocks
-    ("depthwise", 31, 3, 16, 1, 128, 1, True, False, BF16),  # and over the whole row
+    ("depthwise", 15, 1, 40, 1, 48, 7, False, True, F32),  # taps span several blocks
+    ("depthwise", 31, 3, 16, 1, 128, 1, True, False, BF16),  # taps span the whole row
     ("light", 7, 2, 40, 3, 48, 1, False, True, F32),
     ("light", 31, 1, 129, 2, 64, 1, False, True, BF16),
 ]
-# Rows of several blocks: the interpreter's programs compile for ten seconds.
+# Rows of several blocks; the interpreter programs are slow to compile.
 LONG = [
     ("dynamic", 15, 2, 512, 2, 80, 1, True, True, F32),
     ("dynamic", 9, 1, 1030, 2, 64, 1, False, True, F32),
@@ -121,7 +121,7 @@ def test_on_a_tpu(op, taps, batch, length, heads, width, dilation, causal, packe
     ("op", "packed"), [("depthwise", True), ("light", False), ("dynamic", True), ("span", False)]
 )
 def test_rows_too_long_for_the_chip_are_cut(monkeypatch, op, packed):
-    """The pieces overlap; values and gradients equal those of the whole row."""
+    """The chunks overlap; values and gradients equal those of the whole row."""
     monkeypatch.setattr(depthwise, "LONGEST", 48)
     monkeypatch.setattr(block_sizes, "longest", lambda *_, **__: 48)
     check(op, 5, 2, 90, 2, 64, 1, False, packed, F32)
@@ -133,21 +133,21 @@ def test_taps_beyond_the_row_get_no_gradient():
 
 @pytest.mark.parametrize("op", ["dynamic", "span"])
 def test_memory_of_a_tpu(op):
-    """Memory that was not written holds NaN, and an access out of bounds raises."""
+    """Uninitialized memory contains NaN, and an out-of-bounds access raises."""
     pltpu.reset_tpu_interpret_mode_state()
     check(op, 9, 2, 70, 2, 64, 1, False, True, F32, pltpu.InterpretParams())
     pltpu.reset_tpu_interpret_mode_state()
 
 
 def test_rotations_in_steps(monkeypatch):
-    """A TPU v4 rotates in six steps, newer chips in one."""
+    """TPU v4 rotates in six steps, newer chips in one."""
     monkeypatch.setattr(windows, "TPU_V4", jax.devices()[0].device_kind)
     check("dynamic", 9, 2, 40, 2, 64, 1, False, True, F32)
 
 
 @pytest.mark.parametrize("op", ["dynamic", "depthwise"])
 def test_on_a_mesh(op):
-    """Each device gets its rows and heads; a depthwise kernel reads its neighbors' positions."""
+    """Rows and heads are sharded; a depthwise kernel also reads positions of its neighbors."""
     (x, filters), cotangent = definitions.draw(op, 8, 32, 4, 16, 9)
     ids, offsets = np.tile(packed_rows(), (4, 1)), offsets_of(9)
 
@@ -188,18 +188,19 @@ def test_seeds_as_an_axis():
     after=st.integers(0, 47),
 )
 def test_geometry(length, heads, width, before, after):
-    """Every tap of every head has a separate lane, in reach of its window; both directions walk
-    the same windows, which cover a row.
+    """Each tap of each head has its own lane within reach of its window.
+
+    Forward and backward pass use the same windows, which cover the row.
     """
     offsets = tuple(range(-before, after + 1))
-    assume(bands.fits(offsets) and (before or not after))  # taps read what precedes, or only t
+    assume(bands.fits(offsets) and (before or not after))  # taps read earlier positions, or only t
     forward = bands.Bands(length, heads, width, offsets, length)
     for found in (forward, forward.opposite):
         lanes = found.lanes()
         assert len(set(lanes)) == len(lanes)
         assert lanes.min() >= 0
         assert lanes.max() < found.slot_lanes
-        places = lanes % bands.LANES // bands.WINDOW  # even heads in lanes 0-63, odd ones after
+        places = lanes % bands.LANES // bands.WINDOW  # even heads in lanes 0-63, then odd heads
         np.testing.assert_array_equal(places, np.repeat(np.arange(heads) % 2, len(offsets)))
         reach = max(-found.offsets[0], 0), max(found.offsets[-1], 0)
         assert found.halo >= reach[0]
@@ -208,7 +209,7 @@ def test_geometry(length, heads, width, before, after):
         sums = found.same_slot()[lanes % bands.LANES][:, lanes % bands.LANES]
         np.testing.assert_array_equal(sums.sum(axis=1) > 0, True)
         assert found.placing().sum() == found.placing(mirrored=True).sum() == len(lanes)
-    assert forward.halo > before  # columns that run backwards begin at 1
+    assert forward.halo > before  # reversed columns begin at 1
     assert forward.middle == forward.opposite.middle
     assert forward.middle % 16 == 0
     assert forward.middle >= 16
@@ -219,7 +220,7 @@ def test_geometry(length, heads, width, before, after):
 
 
 @given(taps=st.sampled_from((1, 2, 3, 4, 7, 9, 15)))
-def test_causal_windows_are_no_smaller(taps):  # 31 taps need twice the vectors
+def test_causal_windows_are_no_smaller(taps):  # not 31: twice the vectors if causal
     centered, causal = (
         bands.Bands(512, 12, 64, offsets_of(taps, causal=c), 512) for c in (False, True)
     )

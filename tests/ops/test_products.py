@@ -1,4 +1,4 @@
-"""Products and their gradients, in whatever order a platform multiplies."""
+"""Matmuls and their gradients, for the multiplication order of each platform."""
 
 import re
 
@@ -16,7 +16,7 @@ from tests.ops.definitions import assert_close, make_mesh, normal, run
 from tests.running import needs_libtpu
 
 SIZES = {"a": 3, "b": 5, "i": 4, "o": 17, "h": 2, "v": 41, "e": 4}
-# Inputs wider than outputs and the other way round, a table read from either side, batched axes.
+# Inputs wider and narrower than outputs, a table used from either side, batched axes.
 EQUATIONS = [
     *("abi,io->abo", "abo,oi->abi", "abe,ve->abv", "abv,ve->abe", "ai,io->ao"),
     *("habi,hio->habo", "ahi,hio->aho", "abhi,hio->abo", "bhi,ahi->bha"),
@@ -27,7 +27,7 @@ EQUATIONS = [
     ("equation", "dtype"), [(e, ("bfloat16", "float32")[i % 2]) for i, e in enumerate(EQUATIONS)]
 )
 def test_products_and_their_gradients(equation, dtype):
-    """A parameter is float32, and so is its gradient, whatever the other factor is."""
+    """Parameters and their gradients are float32 for any dtype of the other operand."""
     operands, result = equation.split("->")
     left, right = operands.split(",")
     shapes = ([SIZES[axis] for axis in axes] for axes in (left, right, result))
@@ -47,7 +47,7 @@ def test_products_and_their_gradients(equation, dtype):
 
 
 def test_on_a_gpu_a_large_product_is_written_as_it_is_wanted(monkeypatch):
-    """And adds up in float32 what may be split into parts: small results, and sums over rows."""
+    """Matmuls that may be split along K (small outputs, sums over rows) accumulate in float32."""
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     monkeypatch.setattr(products, "_FILLS_A_GPU", 32 * 8)
     x, kernel, bias = jnp.ones((4, 8, 16), jnp.bfloat16), jnp.ones((16, 8)), jnp.ones(8)
@@ -61,12 +61,12 @@ def test_on_a_gpu_a_large_product_is_written_as_it_is_wanted(monkeypatch):
 
     assert written(lambda x: dense(x, kernel, bias, x.dtype), x) == ["bf16"]
     assert written(lambda x: dense(x[:2], kernel, bias, x.dtype), x) == ["f32"]
-    monkeypatch.setattr(products.division, "divides_heads", lambda: True)  # sums of devices
+    monkeypatch.setattr(products.division, "divides_heads", lambda: True)  # partial sums of devices
     assert set(written(jax.grad(loss, (0, 1, 2)), x, kernel, bias)) == {"f32"}
     monkeypatch.undo()
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     monkeypatch.setattr(products, "_FILLS_A_GPU", 32 * 8)
-    # the product, the gradient of x, the gradient of the kernel
+    # forward, gradient of x, gradient of the kernel
     assert sorted(written(jax.grad(loss, (0, 1, 2)), x, kernel, bias)) == ["bf16", "bf16", "f32"]
 
 
@@ -86,17 +86,17 @@ def test_on_a_gpu_the_gradient_of_a_bias_is_a_float32_sum(shape, monkeypatch):
 
     found = gradient(jnp.bfloat16)
     assert found.dtype == jnp.float32
-    # in bfloat16 1,024 ones add up to 256
+    # in bfloat16 1,024 ones sum to 256
     np.testing.assert_allclose(found, gradient(jnp.float32), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("equation", "x_shape", "y_shape"),
     [
-        ("abi,io->abo", (1, 1, 6), (6, 5)),  # a dense layer of one position of one text
+        ("abi,io->abo", (1, 1, 6), (6, 5)),  # a dense layer on one position of one text
         ("abe,ve->abv", (1, 1, 6), (9, 6)),
         ("ai,io->ao", (1, 6), (6, 5)),
-        ("bhqd,bhdk->bhqk", (3, 2, 1, 4), (3, 2, 4, 7)),  # a query to the positions before
+        ("bhqd,bhdk->bhqk", (3, 2, 1, 4), (3, 2, 4, 7)),  # one query and all earlier positions
         ("bhqk,bhkd->bhqd", (3, 2, 1, 7), (3, 2, 7, 4)),
         ("bgi,gio->bgo", (1, 2, 3), (2, 3, 4)),
     ],
@@ -118,7 +118,7 @@ def test_a_matrix_is_multiplied_as_it_is(rows, pads, monkeypatch):
 
 
 def test_on_a_cpu_the_smaller_factor_is_turned_over():
-    """The gradient transposes hidden states [1536, 128], not logits [1536, 8000]."""
+    """The gradient transposes hidden states [1536, 128] instead of logits [1536, 8000]."""
     if jax.default_backend() != "cpu":
         pytest.skip("of CPUs alone")
     x, y = jnp.ones((1_536, 128)), jnp.ones((8_000, 128))
@@ -137,7 +137,7 @@ def test_on_a_cpu_the_smaller_factor_is_turned_over():
 def test_a_cpu_multiplies_bfloat16_where_it_has_a_matrix_unit(
     equation, of_matrices, unit, monkeypatch
 ):
-    """Matrices alone, and not seeds together: XLA for CPUs lacks other products of bfloat16."""
+    """Only unbatched matmuls: XLA:CPU does not support other bfloat16 matmuls."""
     if jax.default_backend() != "cpu":
         pytest.skip("of CPUs alone")
     monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: unit)
@@ -162,7 +162,7 @@ def test_a_cpu_multiplies_bfloat16_where_it_has_a_matrix_unit(
 
 @pytest.mark.parametrize("rows", [7, 300])
 def test_products_of_a_matrix_unit_add_up_in_float32(rows):
-    """Forward, and gradients turned over and not, against float64."""
+    """Checks the forward pass, and gradients with and without transposition, against float64."""
     if jax.default_backend() != "cpu" or not processor.multiplies_bfloat16():
         pytest.skip("needs a CPU with a matrix unit for bfloat16 (AMX)")
     keys = jax.random.split(jax.random.key(0), 3)
@@ -181,7 +181,7 @@ def test_products_of_a_matrix_unit_add_up_in_float32(rows):
 
 
 def test_gradients_of_seeds_together_are_those_of_each():
-    """A vmapped transposed product ended the process: a head of two labels on three texts."""
+    """Regression: a vmapped transposed matmul crashed (a head of two labels on three texts)."""
     keys = jax.random.split(jax.random.key(0), 2)
     x, y = jax.random.normal(keys[0], (2, 3, 32)), jax.random.normal(keys[1], (2, 32, 2))
 
@@ -199,7 +199,7 @@ def test_gradients_of_seeds_together_are_those_of_each():
 
 @pytest.mark.parametrize(("platform", "rows"), [("cpu", (5,)), ("tpu", (5,)), ("tpu", (3, 5))])
 def test_layers_of_one_input_are_each_of_them(platform, rows, monkeypatch):
-    """Layers have different widths; on a TPU the gradient of the input is one product."""
+    """Layers have different widths; on a TPU the input gradient is one matmul."""
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
     keys = iter(jax.random.split(jax.random.key(0), 9))
     x = jax.random.normal(next(keys), (*rows, 4))
@@ -235,7 +235,7 @@ def test_gradients_are_sent_in_another_dtype_after_each_device_has_added_up_its_
         found = jax.jit(gradient)(x, y, weights)
         lowered = jax.jit(gradient).lower(x, y, weights).as_text()
     assert found.dtype == jnp.float32
-    # It came through bfloat16, and is no more than the roundings of eight parts and their sum off.
+    # Rounded to bfloat16; the error is at most that of eight rounded parts and their rounded sum.
     np.testing.assert_array_equal(found, found.astype(jnp.bfloat16).astype(jnp.float32))
     parts = np.abs([want_whole(x[i::8], weights[i::8]) for i in range(8)]).sum(0)
     assert (np.abs(found - want_whole(x, weights)) <= parts * 2**-6).all()
@@ -245,7 +245,7 @@ def test_gradients_are_sent_in_another_dtype_after_each_device_has_added_up_its_
 
 @pytest.mark.parametrize("sent", [None, jnp.bfloat16])
 def test_of_a_product_of_groups_what_is_on_the_diagonal_is_sent(sent, monkeypatch):
-    """On a TPU groups are one product, whose kernel and gradient are as large as all of them."""
+    """On a TPU a grouped matmul is one dense matmul, so kernel and gradient have full size."""
     keys = jax.random.split(jax.random.key(0), 2)
     x, kernel = jax.random.normal(keys[0], (16, 5, 6)), jax.random.normal(keys[1], (2, 3, 4))
 
@@ -282,7 +282,7 @@ def test_nothing_is_rounded_where_rows_are_on_one_device():
 @pytest.mark.tpu_compile
 @needs_libtpu
 def test_a_tpu_program_sends_half_the_bytes():
-    """A table that is read twice and products of one input, in a scan of two layers."""
+    """A table that is read twice, and matmuls that share an input, in a scan of two layers."""
     from convbert_jax.analysis.tpu import collectives
     from convbert_jax.analysis.tpu.topology import open_topology
 
@@ -346,7 +346,7 @@ def _mesh():
 
 
 def _rows_of_eight(equation):
-    """Factors of 16 rows, weights of the product, and (x, weights) -> gradient of `y`, float64."""
+    """Return operands with 16 rows, output weights, and (x, weights) -> float64 gradient of y."""
     operands, result = equation.split("->")
     left, right = operands.split(",")
     sizes = SIZES | {"a": 16}

@@ -1,4 +1,4 @@
-"""Rows of a table and products with them, their gradients, on one device and on several."""
+"""Embedding lookup and logits with their gradients, on one device and on several."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def mesh(data, fsdp, tensor, devices=None):
     pairwise([(1, 1, 1), (8, 1, 1), (2, 2, 2), (2, 4, 1)], [8, 16, 3], [(), (5,), (2, 3)], [7, 40]),
 )
 def test_it_is_a_gather_and_its_gradient_a_sum_over_ids(sizes, rows, inner, ends):
-    """Three rows divide over no axis: every device then adds up all of them."""
+    """Three rows cannot be sharded, so every device sums all of them."""
     random = np.random.default_rng(0)
     table = jnp.asarray(random.normal(size=(32, 4)), jnp.float32)
     ids = random.integers(0, min(ends, 32), (rows, *inner))
@@ -41,7 +41,7 @@ def test_it_is_a_gather_and_its_gradient_a_sum_over_ids(sizes, rows, inner, ends
 
 
 def test_its_gradient_is_sent_in_another_dtype_after_each_device_has_added_up_its_rows():
-    """A part of a device is 257 ones: bfloat16 has 256 and 258."""
+    """A device sums 257 ones, which bfloat16 rounds to 256."""
     ids = np.zeros((8, 257), np.int32)
 
     def gradient(table):
@@ -85,7 +85,7 @@ def _bias_of_a_table(rows=16):
 
 
 def test_on_a_tpu_the_bias_of_a_table_has_its_gradient_from_the_table_s_product(monkeypatch):
-    """And is neither rounded when it is added nor summed by reading all logits once more."""
+    """The bias is not rounded when added, and its gradient does not read all logits again."""
     loss, arrays, weights = _bias_of_a_table()
     exact = [np.asarray(x, np.float64) for x in arrays]
     gradient = jax.grad(loss, (0, 1, 2))
@@ -112,7 +112,7 @@ def test_on_a_tpu_the_bias_of_a_table_has_its_gradient_from_the_table_s_product(
 
 @pytest.mark.parametrize(("copied", "platform"), [(True, "cpu"), (True, "tpu"), (False, "tpu")])
 def test_the_bias_of_a_table_is_summed_over_devices(copied, platform, monkeypatch):
-    loss, arrays, weights = _bias_of_a_table(rows=112)  # 42 vectors of 8 on each of 8 devices
+    loss, arrays, weights = _bias_of_a_table(rows=112)  # 42 vectors of width 8 on each of 8 devices
     wanted = jax.grad(loss, (0, 1, 2))(*arrays)
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
 

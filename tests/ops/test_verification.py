@@ -1,4 +1,4 @@
-"""Kernels are verified against XLA before their first use, on a CPU with kernels made for it."""
+"""Verification of kernels against XLA before their first use, with fake kernels on a CPU."""
 
 import functools
 import json
@@ -61,7 +61,7 @@ def _fresh(monkeypatch):
 
 
 def restart():
-    """Forgets all verdicts but the ones in files, like a new process."""
+    """Forget all verdicts that are not in files, like a new process."""
     verdicts._passed.clear()
     verdicts._faults.clear()
 
@@ -83,7 +83,7 @@ def _no_cache():
 
 
 class Counted:
-    """A kernel that counts how often it is traced."""
+    """Kernel that counts how often it is traced."""
 
     def __init__(self, function=double):
         self.function, self.calls = function, 0
@@ -99,7 +99,7 @@ def choose(kernel, name="auto", x=None):
     return dispatch.choose("twice", name, table, x, jnp.ones(x.shape[:2], jnp.int32))
 
 
-# --- What a check finds ---
+# --- Results of a check ---
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_wrong_kernel_is_left_by_auto_and_an_error_by_name(wrong, caplog):
 
 
 def attend(drop, length=128, form=kernels.pallas_tpu_definition):
-    """The largest error of a form of attention, and the array that has it."""
+    """Return the largest error of an attention implementation, and the array with this error."""
     x = jax.ShapeDtypeStruct((8, length, 2, 64), jnp.float32)
     ids = jax.ShapeDtypeStruct((8, length), jnp.int32)
     arguments = compare.shrink((x, x, x, ids, ids, False))
@@ -182,7 +182,7 @@ def normal(*shape, seed=0):
     return jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16)
 
 
-# call -> (module and name of the table, op or None for attention, positions of keys, options)
+# call -> (module of the table, op or None for attention, key positions, options)
 CALLS = {
     "attention": (attention, None, 40, {}),
     "attention to a source": (attention, None, 24, {}),
@@ -196,7 +196,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_the_calls_of_every_op_can_be_checked(call, monkeypatch, caplog):
-    """In bfloat16: rounding alone disables no kernel."""
+    """In bfloat16, to check that rounding errors do not disable a kernel."""
     module, op, keys, options = CALLS[call]
     name = "LIGHT_IMPLEMENTATIONS" if call == "light" else "IMPLEMENTATIONS"
     plain = getattr(module, name)["xla"]
@@ -218,7 +218,7 @@ def test_the_calls_of_every_op_can_be_checked(call, monkeypatch, caplog):
     assert kernel.calls == 2  # of the check and of the program
 
 
-# --- When it checks ---
+# --- When kernels are checked ---
 
 
 @pytest.mark.parametrize("around", ["jit", "vmap", "grad", "mesh"])
@@ -262,7 +262,7 @@ def test_named_forms_of_every_platform_are_not_checked():
     assert dispatch.choose("twice", "other", table, make_x(), None) is raises
 
 
-# --- Where verdicts are kept ---
+# --- Stored verdicts ---
 
 
 def test_a_verdict_is_kept_beside_the_compiled_programs(cache):
@@ -317,7 +317,7 @@ def test_a_cache_that_cannot_be_written_costs_another_check_alone(tmp_path, monk
 
 @pytest.fixture
 def two_processes(monkeypatch):
-    """Sets the error that the other process finds."""
+    """Return a function that sets the error found by the other process."""
     other = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(
@@ -341,7 +341,7 @@ def test_a_kernel_that_is_right_in_all_processes_is_used(two_processes):
     assert choose(kernel) is kernel
 
 
-# --- What is compiled for a TPU ---
+# --- Compilation for a TPU ---
 
 
 @pytest.mark.tpu_compile
