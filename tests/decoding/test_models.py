@@ -1,4 +1,4 @@
-"""Decoding by models whose steps keep a state: scores equal those of whole texts, read at once."""
+"""Decoding with stateful models: scores equal those of a full forward pass."""
 
 import functools
 
@@ -19,13 +19,13 @@ from convbert_jax.decoding import state as states
 from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
 
 WORDS, END, LENGTH, BEAM = 12, 1, 9, 3
-# The second has room for a state that has to grow on the way, and to be packed, in steps.
+# Mixer and cache growth step; a small step forces the state to grow and to be packed.
 CASES = [("attention", LENGTH), ("attention", 2), ("dynamic", LENGTH), ("light", 4), ("mixed", 2)]
 
 
 @functools.cache
 def models(mixer):
-    """A translator and a language model whose weights are large and all different."""
+    """Build a translator and a language model with large, distinct weights."""
     model = ModelSection(
         layers=2, hidden_size=32, embedding_size=32, heads=4, mixer=mixer, kernel_sizes=(3, 5),
         ffn_size=48, layer_norm_epsilon=1e-5,
@@ -50,7 +50,7 @@ def randomized(make):
 
 
 def scores_of(logits, texts, prompts):
-    """Log probabilities of the tokens of texts [N, L] after their prompts, up to their ends."""
+    """Sum log probabilities of texts [N, L] after their prompts, up to their ends."""
     scores = jax.nn.log_softmax(logits)[:, :-1]
     scores = jnp.take_along_axis(scores, texts.tokens[:, 1:, None], axis=2)[:, :, 0]
     place = jnp.arange(1, texts.tokens.shape[1])
@@ -59,13 +59,13 @@ def scores_of(logits, texts, prompts):
 
 
 def flat(found):
-    """Hypotheses of all rows one after the other."""
+    """Concatenate the hypotheses of all rows."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
 
 
 @pytest.mark.parametrize(("mixer", "room"), CASES)
 def test_translations_have_the_scores_of_whole_texts(mixer, room, monkeypatch):
-    """Neither other rows nor padding after a row change its translation."""
+    """Other rows and trailing padding do not change a translation."""
     monkeypatch.setattr(states, "FIRST", room)
     model, _ = models(mixer)
     source = jnp.asarray(np.random.default_rng(0).integers(2, WORDS, (2, 6)), jnp.int32)
@@ -79,7 +79,7 @@ def test_translations_have_the_scores_of_whole_texts(mixer, room, monkeypatch):
         def step(tokens, state, place):
             return model.step(tokens, state, place, read)
 
-        prompt = jnp.full((2, 1), END)  # texts begin with the end of the one before
+        prompt = jnp.full((2, 1), END)  # texts begin with the end token
         found = search(step, state, prompt, beam=BEAM, length=LENGTH, end=END)
         texts = flat(found)
         whole = model(
@@ -92,7 +92,7 @@ def test_translations_have_the_scores_of_whole_texts(mixer, room, monkeypatch):
 
     found, wanted = translate(source)
     np.testing.assert_allclose(found.scores.reshape(-1), wanted, atol=1e-5)
-    assert np.abs(found.scores[0] - found.scores[1]).min() > 1e-3  # the source is read
+    assert np.abs(found.scores[0] - found.scores[1]).min() > 1e-3  # the source matters
     others, _ = translate(source.at[0].set(source[0, ::-1]))
     np.testing.assert_array_equal(found.tokens[1], others.tokens[1])
     np.testing.assert_allclose(found.scores[1], others.scores[1], atol=1e-5)
@@ -100,7 +100,7 @@ def test_translations_have_the_scores_of_whole_texts(mixer, room, monkeypatch):
 
 @pytest.mark.parametrize(("mixer", "room"), CASES)
 def test_prompts_are_read_at_once(mixer, room, monkeypatch):
-    """Prompts of three, one and two tokens, continued by a beam and by sampling."""
+    """Prompts of three, one and two tokens, continued by beam search and by sampling."""
     monkeypatch.setattr(states, "FIRST", room)
     _, model = models(mixer)
     prompt, first = jnp.asarray([[5, 6, 7], [0, 0, 8], [0, 9, 4]]), jnp.asarray([0, 2, 1])

@@ -1,4 +1,4 @@
-"""Decoding against enumeration and plain loops, by a recurrent model of four words."""
+"""Decoding against enumeration and plain loops, with a recurrent model of four words."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ TELL = (1.5 * rng.standard_normal((6, WORDS))).astype(np.float32)
 
 
 def step(tokens, state, place):
-    """A recurrent network; its state differs between rows and counts the tokens that it read."""
+    """Recurrent network; its state differs between rows and counts the tokens read."""
     count, state = state[:, :1], state[:, 1:]
     state = jnp.tanh(jnp.take(READ, tokens, axis=0) + state @ MIX + 0.1 * count)
     return state @ TELL, jnp.concatenate([count + 1, state], axis=1)
@@ -39,7 +39,7 @@ def prompt_of(rows):
 
 
 def state_after(state, prompt, first):
-    """The state after all tokens of each prompt but the last."""
+    """Return the state after all tokens of each prompt except the last."""
     for place in range(prompt.shape[1] - 1):
         _, after = step(prompt[:, place], state, place)
         state = jnp.where((place >= first)[:, None], after, state)
@@ -66,7 +66,7 @@ def run_beam(state, prompt=None, first=None, *, beam, length=LENGTH, alpha=1.0, 
 
 @functools.cache
 def distribution(row, text):
-    """Log probabilities of the token after a text, by the model of one row."""
+    """Compute log probabilities of the token after a text, by the model of one row."""
     state = starts(8)[row][None]
     for place, token in enumerate(text):
         logits, state = _step(jnp.asarray([token]), state, place)
@@ -77,8 +77,9 @@ _step = jax.jit(step)
 
 
 def all_texts(row):
-    """Every text up to LENGTH that ends, with its log probability; the last token is the end,
-    whatever else is probable.
+    """Return all complete texts up to LENGTH with their log probabilities.
+
+    The end token is forced at LENGTH.
     """
     found, open_texts = {}, {(START,): 0.0}
     for place in range(1, LENGTH):
@@ -93,7 +94,7 @@ def all_texts(row):
 
 
 def by_loops(row, beam, alpha, early):
-    """Beam search with lists."""
+    """Run beam search with lists."""
     open_texts, ended = [((START,), 0.0)], []
     for place in range(1, LENGTH):
         worst = sorted((s for _, s in ended), reverse=True)[beam - 1 : beam]
@@ -111,7 +112,7 @@ def by_loops(row, beam, alpha, early):
 
 
 def texts_of(found, row):
-    """(text, score) of the hypotheses of a row; padding follows each text."""
+    """List (text, score) of the hypotheses of a row; check that padding follows each text."""
     pairs = []
     for tokens, length, score in zip(*(np.asarray(x[row]) for x in found), strict=True):
         assert (tokens[length:] == PAD).all()
@@ -180,9 +181,7 @@ def test_what_is_never_written_leaves_the_others_as_probable_as_they_were():
 
 
 def test_a_row_does_not_depend_on_its_neighbors_or_on_what_is_before_its_prompt():
-    """Rows with prompts of one to three tokens, in one batch and each alone: each has room for five
-    tokens more.
-    """
+    """Prompts have one to three tokens; each row may add five, both in a batch and alone."""
     state = starts(4)
     prompt = jnp.asarray([[0, 0, START], [1, START, 0], [START, END, 0], [START, 3, 2]])
     first = jnp.asarray([2, 1, 0, 0])
@@ -246,7 +245,7 @@ def test_the_last_token_is_the_end():
     texts = greedy(never, starts(3), prompt_of(3), length=6, end=END)
     assert (texts.tokens[:, -1] == END).all()
     assert (texts.lengths == 6).all()
-    assert (texts.scores < -15).all()  # with its own log probability
+    assert (texts.scores < -15).all()  # includes the log probability of the forced end
 
 
 # --- Sampling ---
@@ -303,7 +302,7 @@ def test_what_is_cut_is_what_a_plain_count_cuts(top_k, top_p):
         np.testing.assert_array_equal(ours[list(kept)], row[list(kept)])
 
 
-# --- Faults ---
+# --- Errors ---
 
 
 @pytest.mark.parametrize(
@@ -325,7 +324,7 @@ def test_errors_name_arguments_and_values(call, mentions):
 
 @pytest.mark.parametrize("how", ["greedy", "sample", "beam"])
 def test_a_row_with_a_limit_of_its_own_is_as_in_a_batch_of_that_length(how):
-    """Whatever its neighbors may still write."""
+    """The result does not depend on the limits of other rows."""
     limits, state = np.asarray([3, 5, 3, 2]), starts(4)
     keys = jax.random.split(jax.random.key(0), 4)
 
@@ -348,12 +347,12 @@ def test_a_row_with_a_limit_of_its_own_is_as_in_a_batch_of_that_length(how):
         np.testing.assert_allclose(together.scores[rows], alone.scores[rows], atol=1e-5)
 
 
-# --- The best tokens of a place ---
+# --- Top-k tokens of a position ---
 
 
 @pytest.mark.parametrize("words", [11, 3_000])
 def test_the_best_tokens_are_those_with_the_highest_probability(words):
-    """Three rows may continue, the last one has to end."""
+    """Three rows may continue; the last one must end."""
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.standard_normal((4, words)), jnp.float32)
     last, never = jnp.asarray([False, False, False, True]), (0, 5)
@@ -362,7 +361,7 @@ def test_the_best_tokens_are_those_with_the_highest_probability(words):
     wanted, tokens = jax.lax.top_k(every, 6)
     found, chosen = prompts.best(logits, 6, END, last, never)
     np.testing.assert_allclose(found, wanted, atol=1e-5)
-    possible = np.asarray(wanted) > -np.inf  # where nothing is possible, any token will do
+    possible = np.asarray(wanted) > -np.inf  # ties at -inf may resolve to any token
     np.testing.assert_array_equal(np.asarray(chosen)[possible], np.asarray(tokens)[possible])
 
 
@@ -381,7 +380,7 @@ def test_rows_are_moved_to_the_front():
     [(1, 1), (BLOCK + 1, 1), (2 * BLOCK, 1), (2 * BLOCK + 1, 1), (16 * BLOCK + 1, 8), (700, 5)],
 )
 def test_top_k_is_that_of_a_whole_sort(entries, count):
-    """Equal entries keep their order; long rows are not sorted whole."""
+    """Equal entries keep their order; long rows are not fully sorted."""
     rng = np.random.default_rng(0)
     scores = rng.integers(0, 20, (30, entries)).astype(np.float32)
     scores[::3, rng.random(entries) < 0.7] = -np.inf

@@ -1,4 +1,4 @@
-"""Losses of labelled texts against sums by hand, in float64."""
+"""Classification, regression and tagging losses against sums by hand, in float64."""
 
 import math
 
@@ -8,16 +8,16 @@ import pytest
 
 from convbert_jax.objectives import classification
 
-LABELS, WIDTH = 3, 4  # the last logit is of no label
+LABELS, WIDTH = 3, 4  # the last logit has no label
 RANDOM = np.random.default_rng(0)
 LOGITS = RANDOM.normal(size=(5, WIDTH)).astype(np.float32)
-LOGITS[:, LABELS:] = 50.0  # were it counted, nothing else would be
+LOGITS[:, LABELS:] = 50.0  # would dominate the loss if counted
 TEACHER = RANDOM.normal(size=(5, WIDTH)).astype(np.float32)
 LABEL = np.array([0, 2, 1, 1, 0], np.int32)
 
 
 class Fixed:
-    """A model that says what it is told to."""
+    """Model with fixed logits."""
 
     def __init__(self, logits):
         self.logits = logits
@@ -79,7 +79,7 @@ def test_a_teacher_of_numbers():
 
 
 def test_tags():
-    """A row's loss is that of its tagged tokens, its weight their number; a row may have none."""
+    """A row's loss sums over its tagged tokens; its weight is their number, which may be 0."""
     logits = RANDOM.normal(size=(3, 4, WIDTH)).astype(np.float32)
     logits[..., LABELS:] = 50.0
     tags = np.array([[-1, 0, 2, -1], [1, 1, 0, 2], [-1, -1, -1, -1]], np.int32)

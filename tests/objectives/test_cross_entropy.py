@@ -18,7 +18,7 @@ from convbert_jax.objectives.cross_entropy import (
 )
 from convbert_jax.ops import dispatch
 
-# XLA takes subnormal numbers for 0, so two of them are the same to it.
+# XLA flushes subnormal numbers to 0, so any two of them are equal.
 VALUES = st.floats(-50, 50, width=32, allow_subnormal=False)
 LABELS = arrays(np.int32, 4, elements=st.integers(0, 6))
 
@@ -45,7 +45,7 @@ def test_value_and_gradient_are_those_of_the_definition(logits, labels, weights,
 
 @pytest.mark.parametrize("classes", [3, 257])
 def test_on_a_tpu_blocks_are_added_up_once_for_a_draw_beside(classes, monkeypatch):
-    """Some classes shut out, and one row so sure that all others are less than a rounding."""
+    """Some classes are masked out; one row has a logit that dominates all others."""
     rng = np.random.default_rng(classes)
     logits = 20 * rng.standard_normal((3, 4, classes)).astype(np.float32)
     logits[rng.random(logits.shape) < 0.3] = -1e9

@@ -1,4 +1,4 @@
-"""Each term of a teacher against its formula by hand, in float64; which layers are compared."""
+"""Distillation terms against their formulas in float64, and the layer mappings."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ def test_names_of_a_config_are_those_of_the_objective():
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_word_divergence(temperature):
-    """Its gradient is that of the soft cross-entropy, T (softmax(s / T) - softmax(t / T))."""
+    """The gradient equals that of soft cross-entropy, T (softmax(s / T) - softmax(t / T))."""
     ours, theirs = draw(4, 7), draw(4, 7)
     p, q = softmax(theirs / temperature), softmax(ours / temperature)
     wanted = temperature**2 * (p * np.log(p / q)).sum(-1)
@@ -60,7 +60,7 @@ def test_token_divergence(ours, theirs, temperature):
     wanted = temperature**2 * (b * (np.log(b) - np.log(a))).sum()
     assert found == pytest.approx(wanted, rel=2e-3, abs=2e-3)
     assert found >= -1e-4
-    pairs = np.stack([np.zeros(2), [ours, theirs]], -1)  # the same as two classes
+    pairs = np.stack([np.zeros(2), [ours, theirs]], -1)  # equals two classes
     words = distillation.word_divergence(*map(jnp.asarray, pairs), temperature)
     assert found == pytest.approx(float(words), rel=2e-3, abs=2e-3)
 
@@ -131,5 +131,5 @@ def test_layer_rules(rule, student, more):
     assert list(theirs) == sorted(set(theirs))
     if rule != "bottom":
         assert theirs[-1] == teacher - 1
-    # TinyBERT of 4 layers has every third of 12.
+    # TinyBERT with 4 layers learns from every third of 12 layers.
     assert [j + 1 for _, j in distillation.pairs("uniform", 4, 12)] == [3, 6, 9, 12]

@@ -1,7 +1,7 @@
-"""Losses and metrics of pre-training against sums by hand, in float64, on rows with padding.
+"""Pre-training losses and metrics against sums by hand, in float64, on rows with padding.
 
-The model is a pair of fixed logits that keeps what it was given: labels, weights and replaced
-tokens are then known without the code that is tested.
+The model returns fixed logits and records its inputs. Labels, weights and replaced tokens
+are read from them, independently of the tested code.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from convbert_jax.objectives import masked_lm, metrics, replaced_token
 
 CLS, SEP, MASK, VOCABULARY, LENGTH, SLOTS = 2, 3, 4, 20, 12, 8
 SPECIAL = SpecialIds(pad=0, unknown=1, cls=CLS, sep=SEP, mask=MASK)
-REAL = (12, 7, 3, 0)  # tokens of each row; the first row is of two documents
-CHOSEN = (3, 2, 1, 0)  # 0.3 of them, at most 3; none of padding
+REAL = (12, 7, 3, 0)  # tokens per row; the first row has two documents
+CHOSEN = (3, 2, 1, 0)  # masked tokens: 0.3 of REAL, at most 3
 SEGMENTS = np.array([[1] * 5 + [2] * 7] + [[1] * real + [0] * (12 - real) for real in REAL[1:]])
 
 
 def make_batch():
-    tokens = np.random.default_rng(0).integers(5, 8, (4, LENGTH))  # few words, often sampled right
+    tokens = np.random.default_rng(0).integers(5, 8, (4, LENGTH))  # few words: many correct samples
     for row, real in enumerate(REAL):
         tokens[row, real:] = 0
         if real:
@@ -45,14 +45,14 @@ def make_config(**objective):
 
 
 class Fixed:
-    """Logits that do not ask for their inputs, which it keeps."""
+    """Model with fixed logits that records its inputs."""
 
     def __init__(self):
         rng = np.random.default_rng(1)
         self.mlm = rng.normal(size=(4, SLOTS, VOCABULARY)).astype(np.float32)
         self.mlm[..., 5:8] += 3.0
         self.detection = np.round(rng.normal(size=(4, LENGTH)), 1).astype(np.float32)  # some ties
-        self.detection[0, :2] = 90.0, -90.0  # further out than a float32 probability reaches
+        self.detection[0, :2] = 90.0, -90.0  # probabilities round to 1 and 0 in float32
         self.keys = []
 
     def generate(self, tokens, segment_ids, type_ids, positions, *, dtype, key):
@@ -67,7 +67,7 @@ class Fixed:
 
 
 def run(objective, *, train=True, **changes):
-    """(loss, {name: number}, the model that was asked, tokens)."""
+    """Return (loss, {name: number}, the model, tokens)."""
     model, batch, config = Fixed(), make_batch(), make_config(**changes)
     value, sums = objective.loss(
         model,
@@ -81,12 +81,12 @@ def run(objective, *, train=True, **changes):
     sums = jax.tree.map(np.asarray, sums)
     heldout = metrics.heldout(sums, objective.terms(config))
     numbers = metrics.summarize(sums) if train else heldout.over([sums])
-    assert all((key is not None) == train for key in model.keys), "dropout where it trains alone"
+    assert all((key is not None) == train for key in model.keys), "dropout outside of training"
     return float(value), numbers, model, np.asarray(batch["tokens"])
 
 
 def predictions(model, tokens):
-    """(row, slot, position) of every hidden token: no slot is at [CLS], where unused ones point."""
+    """List (row, slot, position) of masked tokens. Unused slots have position 0, which is [CLS]."""
     used = [(row, slot, at) for (row, slot), at in np.ndenumerate(model.positions) if at]
     assert [sum(row == r for row, _, _ in used) for r in range(4)] == list(CHOSEN)
     hidden = {(row, at) for row, _, at in used}
@@ -96,7 +96,7 @@ def predictions(model, tokens):
 
 
 def masked_lm_by_hand(model, tokens):
-    """(mean loss, accuracy)."""
+    """Return (mean loss, accuracy)."""
     losses, correct = [], []
     for row, slot, at in predictions(model, tokens):
         logits = [float(x) for x in model.mlm[row, slot]]
@@ -119,7 +119,7 @@ def test_masked_lm(with_replacement, train):
 
 
 def test_constant_logits_are_as_accurate_as_guessing(monkeypatch):
-    """As of a uniform generator, or of a model that has collapsed."""
+    """A uniform generator and a collapsed model give constant logits."""
     constant = jnp.zeros((4, SLOTS, VOCABULARY))
     monkeypatch.setattr(Fixed, "generate", lambda self, *inputs, **settings: constant)
     _, numbers, _, _ = run(replaced_token, train=False)
@@ -127,7 +127,7 @@ def test_constant_logits_are_as_accurate_as_guessing(monkeypatch):
 
 
 def area(pairs):
-    """Under the ROC curve, of (score, whether positive), pair by pair."""
+    """Compute the area under the ROC curve of (score, is positive), pair by pair."""
     positive = [score for score, yes in pairs if yes]
     negative = [score for score, yes in pairs if not yes]
     above = sum((p > n) + (p == n) / 2 for p in positive for n in negative)
@@ -149,7 +149,7 @@ def test_replaced_token(weights, train):
     places = list(np.ndindex(4, LENGTH))
     fake = {place: bool(model.corrupted[place] != tokens[place]) for place in places}
     assert {place for place in places if fake[place]} <= hidden
-    assert 2 <= sum(fake.values()) < len(used), "some tokens are sampled right"
+    assert 2 <= sum(fake.values()) < len(used), "some samples must equal the original tokens"
 
     real = [(row, at) for row, at in places if at < REAL[row]]
     scores = {place: float(model.detection[place]) for place in places}
@@ -182,7 +182,7 @@ def test_replaced_token(weights, train):
 
 
 def test_the_generator_learns_from_its_own_loss_alone():
-    """Its samples are what the discriminator reads, and no gradient goes back through them."""
+    """The discriminator reads the generator's samples; no gradient flows through them."""
 
     class Model:
         def __init__(self, mlm, detection):
@@ -192,7 +192,7 @@ def test_the_generator_learns_from_its_own_loss_alone():
             return self.mlm
 
         def discriminate(self, tokens, *arguments, dtype, key):
-            return self.detection * tokens  # what is sampled counts
+            return self.detection * tokens  # depends on the samples
 
     def value(mlm, detection, weight):
         arguments = (Model(mlm, detection), make_batch(), jax.random.key(3))

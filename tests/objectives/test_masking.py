@@ -1,7 +1,7 @@
-"""Masking and sampling against plain Python that reads the same random numbers.
+"""Masking and sampling against plain Python with the same random numbers.
 
-The definitions take their numbers from the same keys, so that each statement is exact. That the
-definitions choose uniformly is one test of its own.
+The definitions use the same keys, so comparisons are exact. A separate test checks that the
+definitions choose uniformly.
 """
 
 import functools
@@ -24,7 +24,7 @@ VOCABULARY, LENGTH, SLOTS, MOST = 50, 32, 8, 5
 
 
 def rows(lengths):
-    """Rows of [CLS] text [SEP] and padding, with so many real tokens each; few are sentinels."""
+    """Make rows of [CLS] text [SEP] and padding with `lengths` real tokens; few are sentinels."""
     tokens = np.random.default_rng(0).integers(5, VOCABULARY, (len(lengths), LENGTH), np.int32)
     segments = (np.arange(LENGTH) < np.asarray(lengths)[:, None]).astype(np.int32)
     for row, real in enumerate(lengths):
@@ -40,7 +40,7 @@ def mask(key, tokens, segments, **changes):
 
 
 def masked_by_definition(key, tokens, segments, o):
-    """(tokens, [(position, label) of each used slot] of each row)."""
+    """Return (tokens, per row the [(position, label)] of used slots)."""
     position_key, branch_key, token_key = jax.random.split(key, 3)
     shape = len(tokens), SLOTS
     drawn = jax.random.uniform(position_key, shape if o.sample_with_replacement else tokens.shape)
@@ -58,7 +58,7 @@ def masked_by_definition(key, tokens, segments, o):
             noise = np.asarray(drawn[row])
             chosen = sorted(candidates, key=lambda i: -noise[i])[:count]
         slots.append([(i, int(ids[i])) for i in chosen])
-        for slot, i in reversed(list(enumerate(chosen))):  # of two the first one counts
+        for slot, i in reversed(list(enumerate(chosen))):  # the first of duplicates wins
             if branch[row, slot] < o.mask_token_fraction:
                 result[row, i] = SPECIAL.mask
             elif branch[row, slot] < o.mask_token_fraction + o.random_token_fraction:
@@ -78,7 +78,7 @@ def masked_by_definition(key, tokens, segments, o):
 )
 def test_masking_is_its_definition(fields):
     tokens, segments = rows([LENGTH, 20, 10, 3, 2, *range(4, LENGTH)])
-    tokens[2, 1:9] = SENTINEL  # nothing to choose, as in a row of two tokens
+    tokens[2, 1:9] = SENTINEL  # no candidates, as in a row of two tokens
     run = jax.jit(functools.partial(mask, **fields))
     o, twice = ObjectiveSection(**fields), 0
     for seed in range(3):
@@ -97,7 +97,7 @@ def test_masking_is_its_definition(fields):
 
 
 def test_the_number_of_predictions_is_that_of_the_release():
-    """Half to even: 30 * 0.15 is a half, as are five others."""
+    """Rounds half to even: 30 * 0.15 and five others are ties."""
     real = np.arange(129)
     segments = (np.arange(128) < real[:, None]).astype(np.int32)
     for most in (1, 7, 40):
@@ -107,7 +107,7 @@ def test_the_number_of_predictions_is_that_of_the_release():
 
 @pytest.mark.parametrize("with_replacement", [False, True])
 def test_positions_are_uniform(with_replacement):
-    """Five standard deviations: by chance outside in one of 50,000 draws of all these positions."""
+    """Bounds are five standard deviations: one in 50,000 draws fails by chance."""
     candidates = jnp.broadcast_to(
         (np.arange(LENGTH) > 0) & (np.arange(LENGTH) < 29), (4000, LENGTH)
     )
@@ -131,7 +131,7 @@ def test_slots_beyond_a_row_are_unused():
 
 
 def test_variants_hide_what_their_papers_say():
-    """Shares that are hidden, swapped and kept, and whether a position can be drawn twice."""
+    """Fractions of masked, replaced and kept tokens, and sampling with or without replacement."""
     for variant, hidden, swapped, twice in (
         ("default", 0.85, 0.0, False), ("paper", 0.85, 0.0, True), ("bert", 0.8, 0.1, False),
     ):  # fmt: skip
@@ -139,11 +139,11 @@ def test_variants_hide_what_their_papers_say():
         o = config.objective
         assert (o.mask_token_fraction, o.random_token_fraction) == (hidden, swapped)
         assert o.sample_with_replacement == twice
-        assert config.max_predictions == 19  # int(0.155 * 128), the most of the release
+        assert config.max_predictions == 19  # int(0.155 * 128), as in the official code
 
 
 def test_what_is_hidden_does_not_depend_on_the_platform():
-    """On TPUs keys are of RBG, whose numbers are other ones and are not divided by the compiler."""
+    """RBG keys, used on TPUs, give other numbers and are not partitioned by the compiler."""
     tokens, segments = rows([LENGTH, 20, 9])
     logits = jax.random.normal(jax.random.key(1), (3, SLOTS, VOCABULARY))
 
@@ -164,7 +164,7 @@ def test_what_is_hidden_does_not_depend_on_the_platform():
 @given(st.data())
 @settings(max_examples=30)
 def test_putting_sampled_tokens_in(data):
-    """With averages by the release's scatter_update: the sum of the ids // how many are written."""
+    """With averaging as in the official scatter_update: sum of the ids // number of writes."""
     length, slots = 12, 6
 
     def draw(values):
@@ -191,8 +191,9 @@ def _put(tokens, positions, values, used, average):
 
 
 def invert(logits, points):
-    """Where the cumulative distribution passes each point, in float64, and which points are nearer
-    to a border than float32 can tell.
+    """Invert the cumulative distribution at `points`, in float64.
+
+    Returns (indices, whether a point is too close to a boundary for float32, weights).
     """
     weights = np.exp(np.asarray(logits, np.float64) - np.asarray(logits).max(-1, keepdims=True))
     ends = np.cumsum(weights, axis=-1) / weights.sum(axis=-1, keepdims=True)
@@ -201,7 +202,7 @@ def invert(logits, points):
 
 
 def draw_logits(size, draws):
-    """Some tokens shut out."""
+    """Draw logits with some tokens masked out."""
     rng = np.random.default_rng(size)
     logits = 5 * rng.standard_normal((2, draws, size)).astype(np.float32)
     logits[rng.random(logits.shape) < 0.3] = -1e9
@@ -212,16 +213,14 @@ def draw_logits(size, draws):
 @pytest.mark.parametrize("size", [1, 256, 700])
 @pytest.mark.parametrize("search", ["_search_by_slices", "_search_by_products"])
 def test_each_search_inverts_the_cumulative_distribution(size, search):
-    """At borders of blocks and the far end, where rounding could step over, a certain token is
-    always found.
-    """
+    """A token with probability 1 is always found, also at block boundaries and the last index."""
     peaks = sorted({0, size // 2, min(255, size - 1), min(256, size - 1), size - 1})
     certain = np.full((len(peaks), 100, size), -1e4, np.float32)
     for row, peak in enumerate(peaks):
         certain[row, :, peak] = 0.0
     logits = np.concatenate([draw_logits(size, 100), certain])
     points = np.random.default_rng(1).random(logits.shape[:2], np.float32)
-    points[2:] = np.linspace(0, 1, 100)  # 1 itself too, which is never drawn
+    points[2:] = np.linspace(0, 1, 100)  # includes 1, which is never drawn
     found = np.asarray(jax.jit(getattr(masking, search))(logits, points))
     np.testing.assert_array_equal(found[2:], np.repeat([peaks], 100, axis=0).T)
     expected, near, weights = invert(logits[:2], points[:2])

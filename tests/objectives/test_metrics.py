@@ -1,4 +1,4 @@
-"""Weighted sums, and areas under the ROC curve that equal scikit-learn's at any scale and shift."""
+"""Weighted sums, and ROC AUC against scikit-learn for logits of any scale and shift."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ ranked_pairs = jax.jit(metrics.ranked_pairs)
 
 
 def draw(seed, *, scale=1.0, shift=0.0, digits=None, shape=(32, 16)):
-    """Scores of skill 0.74 or so, a seventh of them positive, a fifth of them not counted."""
+    """Draw scores with AUC of about 0.74; a seventh are positive, a fifth are not counted."""
     rng = np.random.default_rng(seed)
     positive = rng.random(shape) < 0.15
     positive.flat[:2] = (True, False)
@@ -60,7 +60,7 @@ def test_narrow_shifted_and_wide_logits_rank_alike(scale, shift):
 def test_a_held_out_loss_is_of_all_rows_however_they_are_cut_into_batches():
     evaluator = metrics.heldout(("loss", "mlm_loss", "pair_loss"), {"mlm_loss": 1, "pair_loss": 2})
     state = evaluator.init()
-    for total, weight in ((16.0, 8.0), (9.0, 1.0), (0.0, 0.0)):  # the last one is of padding
+    for total, weight in ((16.0, 8.0), (9.0, 1.0), (0.0, 0.0)):  # the last batch is padding
         parts = {"mlm_loss": (total, weight), "pair_loss": (total, 2 * weight)}
         state = evaluator.update(state, parts | {"loss": (5.0, 1.0)})
     found = evaluator.finish(state)
@@ -83,7 +83,7 @@ def test_unknown_without_both_kinds_or_with_a_nan():
     scores.values.flat[0] = np.nan
     assert np.isnan(metrics.area_under_roc([scores, draw(1)]))
     assert np.isnan(ranked_pairs(scores)[0])
-    scores.counted.flat[0] = False  # padding may be anything
+    scores.counted.flat[0] = False  # scores of padding do not matter
     assert metrics.area_under_roc([scores]) == pytest.approx(expected(scores), abs=1e-12)
     assert np.isfinite(ranked_pairs(scores)[0])
 
@@ -120,7 +120,7 @@ def test_held_out_numbers_divide_sums_and_join_scores():
 
 
 def test_held_out_sums_are_added_in_float64():
-    """In float32 the small batches behind a large one would be lost."""
+    """In float32 small batches after a large one would be lost."""
     parts = [{"loss": (np.float32(v), np.float32(1))} for v in (2**25, 1, 1)]
     assert metrics.heldout(["loss"]).over(parts)["loss"] == (2**25 + 2) / 3
 

@@ -1,4 +1,4 @@
-"""Span corruption: lengths by arithmetic, and every row comes back."""
+"""Span corruption: lengths, and reconstruction of every row."""
 
 import struct
 
@@ -21,7 +21,7 @@ def special_ids(sentinels):
 
 
 def restore(batch, row, special):
-    """The tokens of a row out of its source and target; asserts how they are built."""
+    """Reconstruct the tokens of a row from source and target; check their structure."""
     sizes = [int((batch[name][row] != 0).sum()) for name in ("source_ids", "segment_ids")]
     source, target = (
         np.asarray(batch[name][row][:size]).tolist()
@@ -64,18 +64,18 @@ def test_lengths_follow_from_the_length_of_a_row(length, fraction, span):
 
 
 def test_lengths_of_t5():
-    """Raffel et al. 2020: 512 tokens of a source and 114 of a target come from 568."""
+    """Raffel et al. 2020: 568 tokens give a source of 512 and a target of 114 tokens."""
     counts = SpanCounts(568)
     assert (counts.source, counts.target, counts.of(568)) == (512, 114, (85, 28))
 
 
 def float32(value):
-    """A float64 number rounded to float32; exact for products and quotients of two float32."""
+    """Round float64 to float32; exact for products and quotients of two float32 numbers."""
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def test_counts_are_rounded_in_float32():
-    """As TensorFlow rounds them in T5's preprocessing: a half in float64 is often no half there."""
+    """As TensorFlow rounds in T5's preprocessing; a tie in float64 is often not one in float32."""
     for fraction, span in ((0.15, 3.0), (0.5, 3.0), (0.15, 1.5), (0.3, 2.2)):
         counts = SpanCounts(1_024, fraction, span)
         for length in range(2, 1_025):
@@ -112,7 +112,7 @@ def test_source_and_target_give_the_row_back(length, span):
 
 
 def test_every_token_is_taken_out_about_as_often():
-    """Five standard deviations of 16 places: by chance outside in one of 100,000 runs."""
+    """Bounds are five standard deviations at 16 positions: one in 100,000 runs fails by chance."""
     length, rows = 40, 1_500
     counts = SpanCounts(length)
     special = special_ids(counts.spans)
@@ -122,8 +122,8 @@ def test_every_token_is_taken_out_about_as_often():
     taken = np.bincount(np.asarray(batch["labels"]).ravel(), minlength=200)[100:140] / rows
     noise, spans = counts.of(length)
     assert taken.sum() == pytest.approx(noise)
-    assert taken[0] == 0  # a row begins with what stays
-    assert taken[-1] == 1  # and ends with a span, as in T5's code
+    assert taken[0] == 0  # a row begins with a kept token
+    assert taken[-1] == 1  # and ends with a noise span, as in T5's code
     share = taken[8:24].mean()
     bound = 5 * (share * (1 - share) / rows) ** 0.5
     assert taken[8:24] == pytest.approx(np.full(16, share), abs=bound)

@@ -29,7 +29,7 @@ LOSSES = {"span": span_extraction.plain_losses, "span_beam": span_extraction.bea
 
 @pytest.fixture(scope="module", params=list(HEADS))
 def case(request):
-    """(name of the head, the head with random weights, hidden states, batch)."""
+    """Return (name of the head, the head with random weights, hidden states, batch)."""
     rng = np.random.default_rng(0)
     starts = initializers("huggingface", 0.5)
     head = HEADS[request.param](starts, nnx.Rngs(0))
@@ -77,7 +77,7 @@ def _dense(module, x):
 
 
 def _row_logits(name, head, hidden, row, batch, start=None):
-    """(start logits, start -> end logits, answerability logit) of one row, from the definition."""
+    """Return (start logits, start -> end logits, answerability logit) of one row by definition."""
     x = hidden[row].astype(np.float64)
     context = range(CONTEXT_AT[row], CONTEXT_AT[row] + SIZES[row])
     if name == "span":
@@ -115,7 +115,7 @@ def test_losses(case):
 
 
 def _legal_spans(name, head, hidden, row, batch):
-    """{(start, end): score}, each place once; of span_beam only those in the beam."""
+    """Return {(start, end): score} of all legal spans; for span_beam only those in the beam."""
     first, ends, impossible = _row_logits(name, head, hidden, row, batch)
     starts = special.log_softmax(first)
     context = set(range(CONTEXT_AT[row], CONTEXT_AT[row] + SIZES[row]))
@@ -154,14 +154,14 @@ def test_best_spans(case):
 
 
 def test_rows_shorter_than_the_beam(case):
-    """A bucket of few tokens fills its slots with spans that do not count."""
+    """In a short bucket the unused beam slots have invalid spans."""
     name, head, hidden, batch = case
     short = {k: v[3:4, :7] if np.ndim(v) == 2 else v[3:4] for k, v in batch.items()}
     short["best"] = np.ones((1, 7), bool)
     found = _predict(name, head, hidden[3:4, :7], short, n_best=40, beam=20)
     scores = (found["start_scores"] + found["end_scores"])[0]
     assert scores.shape == (40,)
-    assert (scores > span_extraction.NOWHERE / 2).sum() == 1  # of one context token, one span
+    assert (scores > span_extraction.NOWHERE / 2).sum() == 1  # one context token, one span
     assert (found["starts"][0, 0], found["ends"][0, 0]) == (5, 5)
 
 

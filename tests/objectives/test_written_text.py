@@ -1,4 +1,4 @@
-"""Losses of generated texts, and next-token labels of packed rows, which stay inside documents."""
+"""Sequence-to-sequence losses, and next-token labels that stay inside packed documents."""
 
 import math
 
@@ -119,7 +119,7 @@ def test_documents_come_back(documents):
     written = batch["labels"][real]
     assert written[written != SPECIAL.sep].tolist() == text
     read = batch["tokens"][real]
-    before_cuts = tokens[:, : LENGTH - 2]  # the last token of a full row has nothing to tell
+    before_cuts = tokens[:, : LENGTH - 2]  # the last token of a full row has no label
     assert read[read != SPECIAL.cls].tolist() == before_cuts[before_cuts > SPECIAL.mask].tolist()
     assert not (read == SPECIAL.sep).any()
 
@@ -127,8 +127,9 @@ def test_documents_come_back(documents):
 @settings(max_examples=20)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8))
 def test_only_ends_of_documents_are_told(lengths):
-    """Where a row cuts a document its text does not end: a model that learned that would end every
-    text at the length of a row.
+    """A document that a row cuts gets no [SEP] label at the cut.
+
+    With such labels a model would learn to end every text at the row length.
     """
     rows = pack([[5 + number] * length for number, length in enumerate(lengths)])
     left = dict(enumerate(lengths))
