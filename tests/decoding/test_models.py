@@ -19,7 +19,7 @@ from convbert_jax.decoding import state as states
 from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
 
 WORDS, END, LENGTH, BEAM = 12, 1, 9, 3
-# Mixer and cache growth step; a small step forces the state to grow and to be packed.
+# (mixer, initial spare capacity of caches); a small one forces them to grow and to be packed.
 CASES = [("attention", LENGTH), ("attention", 2), ("dynamic", LENGTH), ("light", 4), ("mixed", 2)]
 
 

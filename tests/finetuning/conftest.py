@@ -1,4 +1,4 @@
-"""A model of milliseconds, a vocabulary, and tasks made of a few words."""
+"""Fixtures: a very small model, a vocabulary, and toy tasks."""
 
 import dataclasses
 
@@ -20,14 +20,14 @@ WORDS = "the a of river stone light under over small great house tree water fire
 
 @pytest.fixture(scope="session")
 def vocabulary(tmp_path_factory):
-    """A WordPiece vocabulary of a few words."""
+    """WordPiece vocabulary of a few words."""
     section = replace(Config(), {"tokenizer.kind": "wordpiece", "tokenizer.vocab_size": 60})
     return train_tokenizer([WORDS] * 20, section.tokenizer, tmp_path_factory.mktemp("words"))
 
 
 @pytest.fixture(scope="session")
 def make_config(vocabulary):
-    """make_config(**{"section.field": value}) -> Config of a small model and short runs."""
+    """Return make_config(**{"section.field": value}) -> Config of a small model and short runs."""
 
     def make(**fields) -> Config:
         config = Config(recipe="finetune", mesh=MeshSection(data=1))
@@ -61,7 +61,7 @@ def make_config(vocabulary):
 
 @pytest.fixture(scope="session")
 def make_programs():
-    """make_programs(config) -> Programs on one device, in float32; one for each model."""
+    """Return make_programs(config) -> Programs on one device in float32, cached per model."""
     made = {}
 
     def make(config: Config) -> Programs:
@@ -74,7 +74,7 @@ def make_programs():
 
 
 def make_examples(count: int, labels: int, seed: int, texts: int = 1) -> list[Example]:
-    """Sentences of 1 to 12 words whose label is told by their first word."""
+    """Make sentences of 1 to 12 words whose first word determines the label."""
     words = np.asarray(WORDS.split())
     random = np.random.default_rng(seed)
     examples = []
@@ -87,7 +87,7 @@ def make_examples(count: int, labels: int, seed: int, texts: int = 1) -> list[Ex
 
 
 def make_source(name="toy", labels=2, texts=1, train=37, validation=21, kind="classification"):
-    """A LabelledTask that lives in memory: train and validation labelled, test not."""
+    """Make an in-memory LabelledTask with labels in train and validation, not in test."""
     splits = {
         "train": make_examples(train, labels, 1, texts),
         "validation": make_examples(validation, labels, 2, texts),
@@ -120,7 +120,7 @@ def make_source(name="toy", labels=2, texts=1, train=37, validation=21, kind="cl
 
 @pytest.fixture(scope="session")
 def make_task(vocabulary):
-    """make_task(config, **of make_source) -> FinetuneTask."""
+    """Return make_task(config, **arguments of make_source) -> FinetuneTask."""
 
     def make(config: Config, **fields):
         return classification.make_task(make_source(**fields), config, vocabulary)

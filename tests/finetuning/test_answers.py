@@ -1,4 +1,4 @@
-"""Answers out of windows, their files, and EM and F1 against an independent computation."""
+"""Answers from windows, answer files, and EM and F1 against an independent implementation."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ QUESTIONS = [
 WINDOWS = Windows(
     [_window(0, 0, 4), _window(0, 3, 3), _window(1, 0, 6)], [OFFSETS] * 2, [None] * 2, 0, 0, 0
 )
-# Two windows of the first question, one of the second; the context is at place 2 of each.
+# Two windows of the first question, one of the second; the context starts at token 2 of each.
 SPANS = {
     "starts": np.array([[3, 5, 2], [2, 3, 0], [4, 4, 4]]),
     "ends": np.array([[4, 5, 2], [2, 4, 0], [4, 5, 4]]),
@@ -45,7 +45,7 @@ SPANS = {
 
 def test_windows_are_merged():
     first, second = answers.collect(QUESTIONS, WINDOWS, SPANS, n_best=3)
-    # "four" is found by both windows: its better score counts. "five six" ties with "one".
+    # Both windows find "four"; the better score counts. "five six" ties with "one".
     texts = [candidate.text for candidate in first.candidates]
     assert texts[:2] == ["four", "two three"]
     assert texts[2] in ("one", "five six")
@@ -119,7 +119,7 @@ def test_best_of_several_truths_and_missing_predictions():
 
 
 def _thresholds_by_trying(questions, texts, odds, metric):
-    """Best score over every threshold that makes a difference, each scored from scratch."""
+    """Find the best score by evaluating each distinct threshold from scratch."""
     scores = []
     none = math.nextafter(min(odds.values()), -math.inf)
     for threshold in [none, *sorted(set(odds.values()))]:
@@ -147,7 +147,7 @@ def test_best_thresholds(seed):
 
 
 def test_an_answer_of_articles_is_one():
-    """As in the official script: "the" to a question without an answer is wrong for a threshold."""
+    """As in the official script, predicting "the" for an unanswerable question counts as wrong."""
     questions = [
         Question("a", "?", CONTEXT, (Answer("two", 4),)),
         Question("b", "?", CONTEXT, impossible=True),
@@ -159,7 +159,7 @@ def test_an_answer_of_articles_is_one():
 
 
 def test_no_answer_at_all_may_be_best():
-    """Every score stays finite, so that the run does not count as diverged."""
+    """All scores stay finite, so the run does not count as diverged."""
     questions = [Question(str(i), "?", CONTEXT, impossible=True) for i in range(3)]
     odds = {"0": 1.0, "1": -2.0, "2": 0.0}
     found = answer_scores.best_thresholds(questions, dict.fromkeys(odds, "one"), odds)
@@ -168,7 +168,7 @@ def test_no_answer_at_all_may_be_best():
 
 
 def _spoil(questions, seed):
-    """Predictions that are right, nearly right, wrong, empty or not there."""
+    """Make predictions that are right, nearly right, wrong, empty or missing."""
     rng = random.Random(seed)
     predictions = {}
     for question in questions:
@@ -193,7 +193,7 @@ def _spoil(questions, seed):
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_real_dev_files(real_data, version):
-    """Both computations agree on every kind of prediction for the real questions."""
+    """Both implementations agree on the real questions, for every kind of prediction."""
     path = squad.find_file(version, "validation", real_data / "squad")
     questions = squad.read_file(path)
     predictions = _spoil(questions, seed=1)

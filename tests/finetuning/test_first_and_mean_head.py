@@ -1,4 +1,4 @@
-"""The head on [CLS] and the mean of all tokens, which an encoder of convolutions alone needs."""
+"""The head on [CLS] and the mean of all tokens, for encoders without attention."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from tests.refusals import refused
 
 
 def test_the_head_follows_from_what_the_layers_read(make_config, vocabulary, caplog):
-    """On an encoder of convolutions alone a named head for [CLS] is warned about."""
+    """A [CLS] head on an encoder without attention logs a warning."""
     stages = (StageSection(layers=1, mixer="light"), StageSection(layers=1, mixer="attention"))
     readers = {"attention", "bottleneck", "mixed"}
     configs = {name: make_config(model__mixer=name) for name in MIXERS}
@@ -40,9 +40,7 @@ def test_the_head_follows_from_what_the_layers_read(make_config, vocabulary, cap
 
 
 def test_the_mean_is_of_real_tokens_and_shows_the_end_of_a_text(make_config):
-    """Two layers of three taps show [CLS] two tokens. Rows of padding, with which the last batch is
-    filled up, are finite.
-    """
+    """Two layers of kernel size 3 show [CLS] two tokens. Rows of padding give finite outputs."""
     config = make_config(model__mixer="light", model__kernel_size=3)
     models = []
     for head in ("first_and_mean", "sequence"):

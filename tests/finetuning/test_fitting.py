@@ -1,4 +1,4 @@
-"""Runs: alone and together, rows and batches, one program for each shape, the recipes."""
+"""Training runs alone and together, rows and batches, compilation per shape, recipes."""
 
 import collections
 import dataclasses
@@ -47,13 +47,13 @@ def toy(make_config, make_programs, make_task):
 
 
 def predict(*arguments, vectorized=False):
-    """Logits of the held-out rows, for each run."""
+    """Predict logits of the held-out rows for each run."""
     found = fitting.predict(*arguments, "validation", vectorized=vectorized)
     return [collected.predicted()["logits"] for collected in found]
 
 
 def test_runs_together_equal_runs_alone(toy):
-    """A run depends on its seed alone: head, dropout and order of rows."""
+    """Head, dropout and row order of a run depend only on its seed."""
     config, programs, task, alone = toy
     together = fitting.fit(programs, task, config, ONCE, [0, 1], None, vectorized=True)
     outputs = predict(programs, task, config, together.params, vectorized=True)
@@ -67,7 +67,7 @@ def test_runs_together_equal_runs_alone(toy):
 
 
 def test_nothing_is_compiled_after_the_first_epoch(toy):
-    """Nor for another learning rate, length of run or seed."""
+    """Other learning rates, run lengths and seeds do not recompile either."""
     config, programs, task, _ = toy
     compiled = programs.count_compiled()
     setting = Setting(1e-3, 3.0)
@@ -76,7 +76,7 @@ def test_nothing_is_compiled_after_the_first_epoch(toy):
 
 
 def test_tasks_of_few_labels_share_their_programs(toy, make_task):
-    """Two texts, three classes or a number: only the head's random start is compiled again."""
+    """For two texts, three classes or regression only head initialization compiles again."""
     config, programs, toy_task, _ = toy
     weights = programs.new_params(toy_task, 0)
     del weights["head"]
@@ -102,8 +102,7 @@ def test_outputs_that_a_task_lacks_stay_zero(toy):
 
 
 def test_fillers_of_a_partial_batch_change_nothing(toy):
-    """The step on 5 rows and 3 fillers is the same whatever the fillers are, and its loss is the
-    mean over the 5."""
+    """A step on 5 rows does not depend on its 3 filler rows; its loss is the mean over the 5."""
     _, programs, task, _ = toy
     program = programs.of(task, None)
     params = widen_head(programs.new_params(task, 0), 2, 4)
@@ -119,7 +118,7 @@ def test_fillers_of_a_partial_batch_change_nothing(toy):
 
 
 def test_predictions_do_not_depend_on_the_batch(toy):
-    """A partial last batch, a batch of all, a batch larger than the split; and padding."""
+    """Covers a partial last batch, one batch of all rows, a too large batch size, and padding."""
     config, programs, task, alone = toy
     expected = predict(programs, task, config, alone[0].params)
     for batch_size in (4, 21, 64):
@@ -137,7 +136,7 @@ def test_a_toy_task_is_learned(toy):
 
 
 def test_steps_are_those_of_the_release(make_config, make_task):
-    """int(n // batch * epochs), n filled up to whole batches."""
+    """int(n // batch * epochs), with n rounded up to whole batches."""
     config = make_config()
     task = make_task(config, train=37)
     assert fitting.count_steps(task, config, 3.0) == 15
@@ -145,8 +144,9 @@ def test_steps_are_those_of_the_release(make_config, make_task):
 
 
 def test_rates_warm_up_and_decay(make_config):
-    """Release: both at once, 0 at step 0; steps * 0.1 stays a fraction (create_optimizer of
-    model/optimization.py). Default: the peak is reached.
+    """The official code (create_optimizer of model/optimization.py) multiplies warm-up and decay.
+
+    The rate is 0 at step 0, and steps * 0.1 is not rounded. The default schedule reaches its peak.
     """
     setting, fields = Setting(1.0, 1.0), {"optimizer__decay_during_warmup": True}
     default = fitting.learning_rates(make_config(), setting, 100)
@@ -158,10 +158,10 @@ def test_rates_warm_up_and_decay(make_config):
     found = fitting.learning_rates(release, setting, 257)
     steps = np.arange(257)
     np.testing.assert_allclose(found, (1 - steps / 257) * np.minimum(1, steps / 25.7), atol=1e-6)
-    assert found[25] < 1 - 25 / 257  # a whole number of steps would be done here
+    assert found[25] < 1 - 25 / 257  # with rounded warm-up steps it would be over here
 
 
-WIDE = {  # large enough that parameters are divided
+WIDE = {  # large enough for parameters to be sharded
     "model__hidden_size": 128,
     "model__heads": 4,
     "model__ffn_size": 256,
@@ -178,7 +178,7 @@ WIDE = {  # large enough that parameters are divided
     ids=["all axes, together", "data, in turn"],
 )
 def test_eight_devices_train_what_one_trains(make_config, make_task, axes, together, parts):
-    """Parameters and predictions of both seeds to 1e-5, all axes dividing what they should."""
+    """Parameters and predictions of both seeds agree to 1e-5, and parameters are sharded."""
 
     def fit(**mesh):
         config = make_config(
@@ -210,11 +210,11 @@ def test_eight_devices_train_what_one_trains(make_config, make_task, axes, toget
     shard = kernel.addressable_shards[0].data
     assert shard.size == kernel.size // parts
     if together:
-        assert shard.shape[0] == 2, "the axis of runs must stay whole"
+        assert shard.shape[0] == 2, "the axis of runs must not be sharded"
 
 
 def test_a_run_whose_rows_are_fewer_than_its_steps_is_refused(toy):
-    """No step would be left, and no loss to tell."""
+    """The run would have no step and no loss."""
     config, programs, task, _ = toy
     state = programs.of(task, None).start(programs.new_params(task, 0))
     kept = types.SimpleNamespace(resume=lambda _: dataclasses.replace(state, step=jnp.asarray(5)))
@@ -247,11 +247,12 @@ def test_a_step_that_hangs_is_noticed(hangs, toy, monkeypatch):
 
 @pytest.mark.parametrize(("order", "compiling"), [("shuffled", 60.0), ("by length", 0.0)])
 def test_the_time_left_is_right_from_the_first_line_on(monkeypatch, order, compiling):
-    """Without what is compiled: after each compilation steps only join the queue of the device,
-    and longer rows take longer.
+    """The estimate excludes compilation and weighs rows by length.
+
+    After a compilation, steps return as soon as the device has queued them.
     """
     lengths = np.random.default_rng(0).permutation([32] * 60 + [64] * 60 + [128] * 60)
-    if order == "by length":  # as rows are evaluated
+    if order == "by length":  # the order of evaluation
         lengths = np.sort(lengths)
     now, end, waiting, compiled, lines = 0.0, 0.0, collections.deque(), set(), []
     monkeypatch.setattr(fitting.time, "perf_counter", lambda: now)
@@ -260,7 +261,7 @@ def test_the_time_left_is_right_from_the_first_line_on(monkeypatch, order, compi
     )
     batches = ((length, None) for length in lengths)
     for length, _ in fitting._report(batches, 180, "toy", 32, float(lengths.mean())):
-        if length not in compiled:  # and waited for
+        if length not in compiled:  # compilation blocks
             compiled.add(length)
             now = end = max(now, end) + compiling + length / 32
         else:
@@ -275,7 +276,7 @@ def test_the_time_left_is_right_from_the_first_line_on(monkeypatch, order, compi
         assert left == pytest.approx(end - at - compiling * (3 - count), rel=0.15, abs=31)
 
 
-# --- Batches and the rows that come back ---
+# --- Batches and collected rows ---
 
 INDEX = np.asarray([2, 0, -1])
 

@@ -1,4 +1,4 @@
-"""Predictions as files: examples with probabilities, the GLUE server's eleven files, pictures."""
+"""Prediction files: examples with probabilities, the eleven files for the GLUE server, plots."""
 
 import csv
 import json
@@ -93,7 +93,7 @@ def test_regression_and_tagging(tmp_path):
 
 
 def test_labels_of_any_script_are_drawn_without_a_warning_each(tmp_path, caplog):
-    """Plane 16 is for private use, so that no font has its characters."""
+    """No font has the characters of plane 16, which is for private use."""
     task = make_task(labels=("\U00100001", "n\u00e9"))
     outputs, labels = np.eye(2), [0, 1]
     with warnings.catch_warnings():
@@ -123,7 +123,7 @@ def test_numbers_behind_the_pictures():
     shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     np.testing.assert_allclose(confidence, shares.max(1))
     error = 0.0
-    for n in range(10):  # bin by bin
+    for n in range(10):  # each bin
         inside = [i for i in range(200) if n / 10 <= confidence[i] < (n + 1) / 10]
         if inside:
             error += abs(confidence[inside].mean() - right[inside].mean()) * len(inside) / 200
@@ -184,7 +184,7 @@ def test_all_eleven_files(tmp_path, caplog):
     (record,) = caplog.records
     assert all(name in record.getMessage() for name in missing)
     assert read_server(tmp_path / "CoLA.tsv")[1] == ["0", "1"]  # kept
-    # The server's row counts.
+    # Row counts that the server expects.
     lengths = [len(read_server(tmp_path / f"{name}.tsv")) - 1 for name in names]
     assert lengths == [
         1_104, 1_063, 9_796, 9_847, 1_725, 5_463, 390_965, 3_000, 1_821, 1_379, 146

@@ -1,4 +1,4 @@
-"""SQuAD from files to scores and answer files, on questions that a tiny model learns in seconds."""
+"""SQuAD from files to scores and answer files, with a tiny model and easy questions."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ WORDS = ["the", "town", "of", "river", "is", "near", "and", "has", "many", "smal
 
 
 def make_questions(count, seed, impossible=0.0):
-    """Contexts of words with one place in them, which is the answer; or none."""
+    """Make contexts with one place name, which is the answer, or without any."""
     rng = random.Random(seed)
     questions = []
     for number in range(count):
@@ -71,7 +71,7 @@ def as_articles(questions):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """SQuAD files of both versions."""
+    """Write SQuAD files of both versions."""
     folder = tmp_path_factory.mktemp("squad")
     for version, impossible in (("v1.1", 0.0), ("v2.0", 0.4)):
         for split, count, seed in (("train", 192, 1), ("dev", 40, 2)):
@@ -138,7 +138,7 @@ def finetune(config, name, folder, tokenizer):
 
 @pytest.mark.parametrize(("version", "head"), [("v1.1", "span_beam"), ("v2.0", "span")])
 def test_squad(make_config, tokenizer, folder, tmp_path, version, head):
-    """Learned, scored as the other script scores the file, answers exactly as in the context."""
+    """The model learns, scores equal an independent script's, answers occur in the context."""
     task = f"squad_{version[:2]}"
     result = finetune(make_config(head=head), task, tmp_path, tokenizer)
     scores = result.runs[0].scores["validation"]
@@ -165,7 +165,7 @@ def test_squad(make_config, tokenizer, folder, tmp_path, version, head):
     assert all(text in contexts[key] and text for key, text in predictions.items())
     assert not (place / "null_odds.json").exists()
 
-    # The saved model gives the same answers to the same questions as new text.
+    # The saved model gives the same answers when the questions are passed as new text.
     own, params, vocabulary = read_finetuned(str(tmp_path / task / "seed-0"))
     answerer = make_predictor(own, params, vocabulary, np.dtype(np.float32))
     assert isinstance(answerer, QuestionAnswerer)
@@ -177,7 +177,7 @@ def test_squad(make_config, tokenizer, folder, tmp_path, version, head):
 
 
 def test_rows(make_config, tokenizer):
-    """What the rows hold is what the windows say."""
+    """Rows match their windows."""
     config = make_config()
     questions = make_questions(20, 3, impossible=0.3)
     train = question_answering.read_questions(questions, config, tokenizer, "t", targets=True)
@@ -201,7 +201,7 @@ def test_rows(make_config, tokenizer):
 
 
 def test_configs():
-    """Each variant is a valid config; `paper` is the release's."""
+    """Each variant is valid; `paper` has the settings of the official code."""
     for task in ("v1", "v2"):
         default = from_config_dict(squad.get_config(task))
         paper = from_config_dict(squad.get_config(f"{task},paper"))
@@ -236,4 +236,4 @@ def test_part_of_the_training_set(make_config, tokenizer):
     )
     assert 40 <= len(first.train) < 100
     assert (first.train.by_token["tokens"] == again.train.by_token["tokens"]).all()
-    assert first.predict is again.predict  # one program for equal settings
+    assert first.predict is again.predict  # equal settings share a program

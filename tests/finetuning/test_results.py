@@ -1,4 +1,4 @@
-"""The record of finished runs: what a kill, a disk or an editor did to it is a sentence."""
+"""Records of finished runs, and errors for damaged records."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def test_a_flipped_bit_of_a_result_never_passes_unseen(bit, tmp_path_factory):
     before = repr(results.read_results(workdir))
     lines = workdir.results.read_bytes().splitlines(keepends=True)
     content = bytearray(lines[1])
-    place = bit % (8 * len(content) - 8)  # without its newline, which joins two lines
+    place = bit % (8 * len(content) - 8)  # not the newline, whose loss joins two lines
     content[place // 8] ^= 1 << place % 8
     workdir.results.write_bytes(b"".join([lines[0], bytes(content), lines[2]]))
     found = message = ""
@@ -70,7 +70,7 @@ def test_a_result_is_plain_json_for_other_software(line):
 
 def damages(line: bytes):
     values = json.loads(line)
-    del values["crc32"]  # which tells any of these
+    del values["crc32"]  # which would detect all of these
     found = {
         "empty": b"",
         "cut": line[:40],
@@ -100,7 +100,7 @@ def test_a_damaged_line_is_named_and_the_others_are_kept(tmp_path, line):
         write(tmp_path, line, content, line)
         with refused(files.DamagedFileError, Workdir(tmp_path).results, "line 2"):
             results.read_results(Workdir(tmp_path))
-        write(tmp_path, line, line)  # what the sentence says
+        write(tmp_path, line, line)  # the fix that the error suggests
         assert len(results.read_results(Workdir(tmp_path))) == 2
 
 

@@ -1,4 +1,4 @@
-"""Whole runs: what is kept, what goes on after a kill, what is chosen, what comes out."""
+"""Complete runs: saved files, resuming after a kill, selection, predictions."""
 
 import copy
 import dataclasses
@@ -36,11 +36,11 @@ from tests.refusals import refused
 
 @pytest.fixture(scope="module")
 def start(make_config, make_programs, make_task, vocabulary):
-    """start(folder, **config fields) -> results of a whole run on the toy task."""
+    """Return start(folder, **config fields) -> results of a complete run on the toy task."""
     known = {}
 
     def begin(folder, **fields):
-        config = make_config(finetune__buckets=(), **fields)  # one length compiles faster
+        config = make_config(finetune__buckets=(), **fields)  # a single length compiles faster
         programs = make_programs(config)
         if "toy" not in known:
             known["toy"] = make_task(make_config())
@@ -70,8 +70,10 @@ def test_every_seed_has_scores_a_model_and_predictions(finished):
 
 
 def test_a_killed_run_goes_on_where_it_was(finished, start, tmp_path, monkeypatch):
-    """The second seed is killed; a line of it is half written. What was finished is not trained
-    again, and the scores are those of a run that nobody killed."""
+    """The second seed is killed and leaves a partial line in the results.
+
+    The first seed is not trained again; scores equal those of an uninterrupted run.
+    """
     fit, trained = fitting.fit, []
 
     def dies(programs, task, config, setting, seeds, weights, **options):
@@ -95,7 +97,7 @@ def test_a_killed_run_goes_on_where_it_was(finished, start, tmp_path, monkeypatc
 def test_a_folder_that_processes_do_not_share_is_refused(
     make_config, vocabulary, tmp_path, monkeypatch
 ):
-    """The other one sees other results; before anything is trained."""
+    """The other process sees different results; the error comes before training."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(run.distributed, "barrier", lambda what: None)
     gather = run.distributed.multihost_utils
@@ -118,7 +120,7 @@ def test_seeds_can_be_added_but_nothing_else_changed(start, make_config, tmp_pat
 
 
 def test_a_search_is_chosen_by_the_median_and_keeps_all(start, tmp_path, caplog):
-    """A rate of 1e-9 learns nothing; both settings are told, each in its own folder."""
+    """A rate of 1e-9 does not learn; both settings are reported and have their own folders."""
     rates = (1e-9, 1e-2)
     result = start(tmp_path, finetune__learning_rates=rates, finetune__epochs=(20.0,))[0]
     assert result.chosen == Setting(1e-2, 20.0)
@@ -137,7 +139,7 @@ def _run(seed, score, setting):
 
 
 def test_a_lucky_seed_is_not_chosen(start, make_task, make_config):
-    """By median: 0.9 once and twice poor loses against three times 0.6; diverged runs are worst."""
+    """By median, 0.9 once and low twice loses to 0.6 three times; diverged runs are worst."""
     task = make_task(make_config())
     lucky, steady, lost = (Setting(rate, 1.0) for rate in (1.0, 2.0, 3.0))
     runs = [_run(i, s, lucky) for i, s in enumerate((0.9, 0.1, 0.2))]
@@ -169,11 +171,11 @@ def test_the_rate_is_that_of_the_width_unless_one_is_named():
     assert [s.learning_rate for s in run.settings_of(asked, task)] == [2e-3, 4e-3]
 
 
-# --- What comes out ---
+# --- Results ---
 
 
 def test_a_saved_model_predicts_what_the_run_predicted(finished, make_config):
-    """From its own folder alone: config, vocabulary, labels."""
+    """Config, vocabulary and labels come from the model's folder."""
     _, result = finished
     place = result.folders[0]
     config, params, tokenizer = finetuned.read_finetuned(str(place))
@@ -209,7 +211,7 @@ def test_the_folder_of_a_sweep_is_no_model(finished):
 
 
 def test_a_teacher_is_what_a_student_learns(finished, make_config, make_programs, vocabulary):
-    """With its labels wrong on purpose, the student follows the teacher, not the labels."""
+    """With wrong labels the student follows the teacher."""
     path = str(finished[1].folders[0])
     config = make_config(finetune__distill_from=path, finetune__buckets=())
     source = make_source("student")
@@ -268,7 +270,7 @@ def test_a_batch_that_does_not_split_is_named_as_it_was_given(make_config):
 
 
 def test_the_first_layers_of_weights(make_config, monkeypatch):
-    """Of two stages: what is left is the beginning of each parameter, and a config's sizes."""
+    """With two stages, the first layers of each parameter remain, and the config matches."""
     model = {"mixer": "light", "layers": 3, "kernel_sizes": (3, 3, 5)}
     whole = make_config(**{f"model__{name}": value for name, value in model.items()})
     whole = dataclasses.replace(whole, recipe="masked_lm")
@@ -303,7 +305,7 @@ def test_no_weights_and_no_vocabulary_is_refused(make_config):
 
 
 def test_absent_tasks_are_named_and_left_out(make_config, vocabulary, monkeypatch):
-    """All of them absent is an error, and the first one says what is missing."""
+    """If all tasks are missing, the error describes the first."""
 
     def open_task(name, root):
         missing = {"train": f"GLUE {name} has no train split here."}
@@ -319,7 +321,7 @@ def test_absent_tasks_are_named_and_left_out(make_config, vocabulary, monkeypatc
 
 
 def test_a_submission_is_collected_by_seed(tmp_path):
-    """Eleven files for each seed, those that were predicted from the chosen runs."""
+    """Each seed has eleven files; predicted ones come from the chosen runs."""
     places = tuple(tmp_path / "CoLA" / f"seed-{seed}" for seed in (0, 1))
     for place in places:
         (place / "predictions").mkdir(parents=True)
@@ -345,7 +347,7 @@ def test_a_vocabulary_of_another_size_is_refused(finished, make_config, tmp_path
 
 
 def count_steps(monkeypatch):
-    """Numbers of the steps that are trained from now on."""
+    """Record the numbers of steps trained from now on."""
     seen = []
     make = Programs.of
 
@@ -389,11 +391,11 @@ def test_a_run_killed_half_way_goes_on_from_its_checkpoint(
     with pytest.raises(KeyboardInterrupt) as stopped:
         start(folder, **fields, finetune__checkpoint_minutes=1e-9)
     if by == signal.SIGTERM:
-        assert stopped.value.by == "SIGTERM"  # says the exit code
+        assert stopped.value.by == "SIGTERM"  # determines the exit code
     monkeypatch.setattr(unfinished.Unfinished, "keep_if_due", keep)
     first = len(seen)
     result = start(folder, **fields)[0]
-    # a signal is seen after the next step, which is kept; a kill has what was kept before it
+    # A signal is handled after the next step, which is saved; a kill loses that step.
     assert seen[first] == (10 if by == signal.SIGTERM else 9)
     assert [r.scores for r in result.runs] == [r.scores for r in expected.runs]
     assert [r.loss for r in result.runs] == [r.loss for r in expected.runs]

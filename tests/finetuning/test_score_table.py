@@ -1,4 +1,4 @@
-"""Published rows against their own averages; the table of a run beside them."""
+"""Published rows against their own averages, and the table of a run next to them."""
 
 import math
 import statistics
@@ -47,7 +47,7 @@ def test_the_leaderboards_score_is_another_mean_of_the_same_predictions():
         ]
         assert statistics.mean(tasks) == pytest.approx(row.average, abs=0.0751)
         paper = next(r for r in rows_with(published.PAPER_MEAN) if r.model == row.model)
-        # The predictions are those of the paper's row; MRPC, QQP and STS-B are its second numbers.
+        # Same predictions as in the paper's row; MRPC, QQP and STS-B use the second metric.
         for key in published.GLUE_COLUMNS.items():
             assert scores[key] == pytest.approx(paper.scores[key], abs=0.051)
         assert 2 < paper.average - row.average < 4
@@ -97,15 +97,15 @@ def test_table_of_some_tasks():
     ours = rows["this run, median"]
     assert ours["split, runs"] == "dev, 3 seeds"
     assert [ours[t] for t in ("CoLA Matthews", "MRPC acc", "MRPC F1")] == ["20.0", "70.0", "81.0"]
-    assert ours["mean of 2"] == "45.0"  # F1 is not in it
+    assert ours["mean of 2"] == "45.0"  # excludes F1
     assert rows["spread (best - worst)"]["CoLA Matthews"] == "20.0"
     assert rows["worst"]["CoLA Matthews"] == "10.0"
     assert "best" not in rows
     assert cells(markdown(columns, show_best=True))["best"]["CoLA Matthews"] == "30.0"
     paper = rows["ConvBERT-small, 1M steps (ConvBERT, table 3)"]
     assert (paper["split, runs"], paper["CoLA Matthews"]) == ("test, GLUE server", "54.8")
-    assert paper["mean of 2"] == "69.0"  # (54.8 + 83.3) / 2, not its 78.9
-    assert "CoLA Matthews, MRPC acc" in table.split("|")[-1]  # what the mean is of
+    assert paper["mean of 2"] == "69.0"  # (54.8 + 83.3) / 2, not the published 78.9
+    assert "CoLA Matthews, MRPC acc" in table.split("|")[-1]  # the columns of the mean
 
 
 def test_table_of_all_eight_names_the_papers_mean():
@@ -116,7 +116,7 @@ def test_table_of_all_eight_names_the_papers_mean():
     columns += [Column("MNLI", "validation_mismatched", "accuracy", (0.9, 0.9))]
     table = markdown(columns)
     rows = cells(table)
-    assert rows["this run, median"]["mean of 8"] == "55.0"  # without the mismatched part
+    assert rows["this run, median"]["mean of 8"] == "55.0"  # without MNLI mismatched
     assert rows["ConvBERT-base, 1M steps (ConvBERT, table 3)"]["mean of 8"] == "84.9"
     assert published.PAPER_MEAN in table
     assert rows["ConvBERT-base (paddle_convbert, README)"]["MNLI mismatched acc"] == "87.9"

@@ -1,4 +1,4 @@
-"""Every metric against a computation of its own that shares no code with it."""
+"""Every metric against an independent implementation."""
 
 import collections
 import itertools
@@ -55,7 +55,7 @@ def test_binary_metrics_by_their_definitions(pairs):
 
 
 def test_f1_is_not_the_releases():
-    """There, recall is precision: 1.0 for one right answer among four gold positives."""
+    """The official code computes recall as precision, which gives 1.0 here."""
     assert score("f1", [1, 0, 0, 0], [1, 1, 1, 1]) == pytest.approx(0.4)
 
 
@@ -79,7 +79,7 @@ def correlate(x, y):
 
 
 def rank(values):
-    """Average ranks by counting."""
+    """Compute average ranks by counting."""
     return [
         sum(other < value for other in values) + sum(other == value for other in values) / 2
         for value in values
@@ -100,7 +100,7 @@ TAGS = ("O", "B-A", "I-A", "B-C", "I-C")
 
 
 def spans_by_regex(tags):
-    """One letter a word: B and I in lower or upper case for the two types."""
+    """Find spans with one letter per word: B and I in lower or upper case for the two types."""
     code = {"O": ".", "B-A": "b", "I-A": "i", "B-C": "B", "I-C": "I"}
     text = "".join(code[tag] for tag in tags)
     return {
@@ -123,8 +123,8 @@ def test_spans_of_all_short_sequences():
 
 def test_span_f1_counts_whole_spans_over_all_sentences():
     task = make_task("tagging", TAGS, ("span_f1", "accuracy", "macro_f1"))
-    labels = [(1, 2, 0), (3, 0), (0,)]  # A at 0-2; C at 0-1; none
-    predicted = [(1, 0, 0), (3, 1), (0,)]  # A too short; C right, and an A too much
+    labels = [(1, 2, 0), (3, 0), (0,)]  # A at 0-2; C at 0-1; no span
+    predicted = [(1, 0, 0), (3, 1), (0,)]  # A too short; C correct, one extra A
     outputs = [np.eye(7)[list(tags)] for tags in predicted]  # more columns than labels
     found = scoring.score(task, outputs, labels)
     assert found["span_f1"] == pytest.approx(2 * 1 / (3 + 2))

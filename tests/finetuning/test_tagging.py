@@ -1,4 +1,4 @@
-"""Tagging from a file to scores: a small model learns which words are names."""
+"""Tagging from files to scores, with a small model that learns which words are names."""
 
 import json
 
@@ -21,7 +21,7 @@ WORDS = ["the", "a", "of", "stone", "light", "under", "over", "small", "great", 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """Sentences where a name's tag is told by the word, and a `the` after it belongs to it."""
+    """Sentences in which the word determines the tag, and a `the` after a name belongs to it."""
     folder = tmp_path_factory.mktemp("tags")
     random = np.random.default_rng(0)
     for name, count in (("train", 160), ("dev", 40)):
@@ -72,7 +72,7 @@ def test_a_head_for_texts_is_refused(source, make_config, vocabulary):
 
 
 def test_words_that_the_vocabulary_has_not_are_told(tmp_path, make_config, vocabulary, caplog):
-    """A model of one language was fine-tuned on unknown tokens of another, without a word."""
+    """Regression: fine-tuning on a language unknown to the vocabulary gave no warning."""
     for name, words in (("a", ["river"]), ("b", ["\u5ddd", "\u706b"])):
         line = {"words": ["the", "moon", *words], "tags": ["O", "B-X", *"O" * len(words)]}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
@@ -85,5 +85,5 @@ def test_words_that_the_vocabulary_has_not_are_told(tmp_path, make_config, vocab
         label="tags",
     )
     classification.make_task(own_task.open_task(section), make_config(), vocabulary)
-    assert caplog.text.count("22.2%") == 1  # of the validation's characters
+    assert caplog.text.count("22.2%") == 1  # of the characters in the validation split
     assert "validation" in caplog.text

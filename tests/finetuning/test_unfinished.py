@@ -1,4 +1,4 @@
-"""The run that is under way: gone on with, left for another one, or damaged in words."""
+"""Unfinished runs: resumed, replaced by another run, or damaged."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def places():
 
 @pytest.fixture
 def kept(tmp_path):
-    """A folder with a run that was stopped after 7 steps."""
+    """Folder with a run that was stopped after 7 steps."""
     unfinished = Unfinished(Workdir(tmp_path), {"task": "cola", "seeds": [0, 1]}, 5.0)
     unfinished.keep(state(2, step=7))
     unfinished.close()
@@ -62,7 +62,7 @@ def test_a_damaged_record_costs_no_checkpoint(kept):
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_the_first_process_decides_what_is_here(kept, monkeypatch, seen):
-    """Whatever another one sees: a run that is not there, or none where there is one."""
+    """Process 1 follows process 0, even if it sees different files."""
     run = {"task": "cola", "seeds": [0, 1]}
     first = Unfinished(Workdir(kept), run, 5.0)._look()
     nothing = Unfinished(Workdir(kept / "empty"), run, 5.0)._look()
@@ -75,7 +75,7 @@ def test_the_first_process_decides_what_is_here(kept, monkeypatch, seen):
     assert Workdir(kept).unfinished.path.is_dir()
 
 
-# --- What a folder began with ---
+# --- Recorded inputs of a folder ---
 
 
 WEIGHTS = {"embeddings": {"word": np.ones((3, 4))}, "encoder": {"0": np.zeros(2)}}
@@ -89,7 +89,7 @@ def bind(folder, config, task, weights):
 
 @pytest.fixture
 def toy(kept, make_config, make_task):
-    """bind(**what is other than it was) in a folder whose run of the task toy was stopped."""
+    """Return (bind(**changed fields), task, folder) for a stopped run of the task toy."""
     config = make_config()
     task = make_task(config)
     Workdir(kept).unfinished.unfinished_run.write_text('{"task": "toy"}')
@@ -121,7 +121,7 @@ def test_a_run_goes_on_with_the_rows_it_began_with(toy, split):
     with refused(FinetuningError, "toy", split, path=kept):
         begin(**fields)
     begin()
-    begin(name="another", **fields)  # nothing of it is here
+    begin(name="another", **fields)  # the folder has no run of it
 
 
 def test_a_run_goes_on_with_the_teacher_it_began_with(toy):
