@@ -1,5 +1,6 @@
-"""The program as a user starts it: errors are one line with a non-zero exit code, before any long
-work.
+"""The command line as a user starts it.
+
+Errors print one line, set a non-zero exit code and come before any long work.
 """
 
 import concurrent.futures
@@ -20,7 +21,7 @@ from tests import compiling
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 TINY = "--config=configs/tiny.py"
-# A model that compiles fast; each test adds what it is about.
+# A model that compiles fast; each test adds its own flags.
 SMALL = (
     "--config.model.layers=1",
     "--config.model.hidden_size=32",
@@ -54,7 +55,7 @@ def run(*arguments, timeout=600, **environment):
 
 @pytest.fixture(scope="session")
 def text_source(tmp_path_factory):
-    """The standard library's prose is on every machine: a few hundred paragraphs of it."""
+    """Text of a few hundred paragraphs from the standard library."""
     import json.decoder
     import typing
 
@@ -68,13 +69,13 @@ def text_source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """prepared(config) -> the flag of a folder of shards, for all runs of a config's data."""
+    """Return prepared(config) -> the flag of a shard folder shared by all runs of a config."""
     folder = tmp_path_factory.mktemp("data")
     return lambda config: f"--config.data.directory={folder}/{config.partition(':')[2] or 'tiny'}"
 
 
 def refused(result, *mentions):
-    """Checks that a command failed with exactly one line that starts with `error:`."""
+    """Check that a command failed with exactly one line that starts with `error:`."""
     assert result.returncode != 0
     lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1, result.stderr
@@ -84,7 +85,7 @@ def refused(result, *mentions):
 
 
 def test_exit_codes_of_errors(tmp_path):
-    """Other errors of the command line are in tests/test_command_line.py."""
+    """tests/test_command_line.py covers other command-line errors."""
     result = run(TINY, "--mode=tran")
     refused(result, "--mode=tran")
     assert result.returncode == 2
@@ -97,8 +98,8 @@ def test_exit_codes_of_errors(tmp_path):
 
 @pytest.fixture
 def started(monkeypatch):
-    """started(*arguments): a command in this process."""
-    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # it would stay for other tests
+    """Return started(*arguments), which runs a command in this process."""
+    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # would affect other tests
 
     def start(*arguments):
         with flagsaver.flagsaver():
@@ -109,7 +110,7 @@ def started(monkeypatch):
 
 @pytest.fixture
 def refused_here(started, capsys):
-    """refused_here(arguments, *mentions): a command in this process that ends with an error."""
+    """Return refused_here(arguments, *mentions): runs a failing command in this process."""
 
     def start(arguments, *mentions):
         capsys.readouterr()
@@ -133,7 +134,7 @@ def test_errors_before_long_work(refused_here, tmp_path):
 
 
 def test_run_resume_and_refuse(started, refused_here, tmp_path, text_source, capsys):
-    """The whole job, small: trains, reports, resumes for more steps, and keeps to its model."""
+    """A small run trains, reports, resumes for more steps, and refuses another model."""
     flags = (TINY, *SMALL, text_source, f"--workdir={tmp_path}/run")
     first = run(*flags, "--config.train.steps=4")
     assert first.returncode == 0, first.stderr
@@ -144,11 +145,11 @@ def test_run_resume_and_refuse(started, refused_here, tmp_path, text_source, cap
     started(*flags, "--config.train.steps=8")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines if '"train"' in line]
-    assert steps == [2, 4, 6, 8]  # none lost, none twice
+    assert steps == [2, 4, 6, 8]  # none missing, none repeated
 
     files = {file: file.stat().st_mtime_ns for file in (tmp_path / "run/checkpoints").iterdir()}
     capsys.readouterr()
-    started(f"--workdir={tmp_path}/run")  # its config is inside; all steps are done
+    started(f"--workdir={tmp_path}/run")  # the config is in the workdir; all steps are done
     assert "AUC" in capsys.readouterr().out
     assert files == {f: f.stat().st_mtime_ns for f in (tmp_path / "run/checkpoints").iterdir()}
 
@@ -158,7 +159,7 @@ def test_run_resume_and_refuse(started, refused_here, tmp_path, text_source, cap
     assert line.pop("split") == "validation"
     assert (found.pop("workdir"), found.pop("checkpoints")) == (f"{tmp_path}/run", [4])
     assert found.keys() == line.keys()
-    for name, value in line.items():  # from 1 device, evaluated on 8
+    for name, value in line.items():  # trained on 1 device, evaluated on 8
         assert found[name] == (value if value is None else pytest.approx(value, rel=1e-5)), name
     same = f"--workdir={tmp_path}/run"
     refused_here((same, "--mode=eval", f"--output={tmp_path}/run"), f"{tmp_path}/run")
@@ -208,15 +209,15 @@ def test_verify_resume(tmp_path, text_source, prepared):
 
 @pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path, text_source, prepared):
-    """The real recipe on two processes of two devices each: the numbers and parameters of one.
+    """Two processes with two devices each give the metrics and parameters of one process.
 
-    Parameters and moments are split over all four, so that each process holds half of them.
+    Parameters and moments are sharded over all four devices; each process holds half of them.
     """
     wide = (f"--config.model.{size}=128" for size in ("hidden_size", "embedding_size", "ffn_size"))
     flags = (
         TINY,
         *SMALL,
-        *wide,  # kernels that are not too small to be split
+        *wide,  # kernels large enough to be sharded
         text_source,
         "--config.train.steps=4",
         "--config.model.dropout=0",

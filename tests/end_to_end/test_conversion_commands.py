@@ -1,4 +1,4 @@
-"""export and import as a user calls them, and training that starts from their result."""
+"""The commands export and import, and training from their results."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.end_to_end.test_command_line import SMALL, TINY, refused, run, text_source
 
-__all__ = ["text_source"]  # a fixture
+__all__ = ["text_source"]  # fixture
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_wrong_flags(arguments, says):
 
 @pytest.mark.slow
 def test_a_trained_run_goes_everywhere(tmp_path, text_source):
-    """Train with revisions; export; import; continue the import; adapt from the folder."""
+    """Train with revisions, export, import, continue from the import, adapt from the folder."""
     flags = (TINY, *SMALL, text_source, "--config.generator.release_heads=no")
     steps = "--config.train.steps=4"
     folder = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""The whole pre-training step on meshes, and its metrics; test_meshes.py compares the numbers."""
+"""The pre-training step on meshes, and its metrics. test_meshes.py compares gradients."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ def small_config(**objective) -> Config:
 
 
 def batch_of(config: Config):
-    """Packed rows: two documents and some padding."""
+    """Make packed rows of two documents and some padding."""
     rows, length = config.train.batch_size, config.data.length
     tokens = np.random.default_rng(0).integers(5, 512, (rows, length)).astype(np.int32)
     segments = np.ones((rows, length), np.int32)
@@ -52,7 +52,7 @@ def batch_of(config: Config):
 
 
 def staged_config() -> Config:
-    """Three kinds of layers, one from outside of the package, wide enough to be divided."""
+    """Return a config with three kinds of layers, one custom, wide enough to be sharded."""
     values = to_dict(small_config())
     values["model"] |= {"layers": 3, "hidden_size": 128, "embedding_size": 128}
     values["model"]["stages"] = [
@@ -66,7 +66,7 @@ def staged_config() -> Config:
 
 @functools.cache
 def two_steps(mesh_sizes: MeshSection, devices: int, make_config=small_config):
-    """Loss, gradient norm and parameters after two steps, and held-out sums."""
+    """Return loss, gradient norm and parameters after two steps, and held-out sums."""
     config = make_config()
     task = recipes.build_task(config, SPECIAL, jax.devices()[0])
     mesh = sharding.make_mesh(mesh_sizes, jax.devices()[:devices])
@@ -89,7 +89,7 @@ def sent_in_bfloat16() -> Config:
 def test_gradients_sent_in_bfloat16_are_those_of_one_device_but_for_their_rounding():
     mesh = MeshSection(data=1, fsdp=2, tensor=2, sequence=2)
     one = two_steps(MeshSection(data=1), 1)
-    # Without a device to send to it is the same program.
+    # On one device the program is the same.
     jax.tree.map(
         np.testing.assert_array_equal, two_steps(MeshSection(data=1), 1, sent_in_bfloat16), one
     )
@@ -97,7 +97,7 @@ def test_gradients_sent_in_bfloat16_are_those_of_one_device_but_for_their_roundi
     np.testing.assert_allclose(vitals.loss, wanted.loss, rtol=1e-3)
     np.testing.assert_allclose(vitals.grad_norm, wanted.grad_norm, rtol=1e-2)
     assert vitals.grad_norm != wanted.grad_norm
-    moved = [  # a step of Adam changes every parameter by its rate, whatever its gradient
+    moved = [  # an Adam step changes parameters by about the learning rate, for any gradient
         np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (params, expected)), strict=True)
     ]
     assert max(moved) < 5e-4
@@ -105,7 +105,7 @@ def test_gradients_sent_in_bfloat16_are_those_of_one_device_but_for_their_roundi
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "finetune"])
 def test_every_recipe_can_send_gradients_in_bfloat16(recipe):
-    """Traced: rows of each are divided, and each reads its tables by the copies of devices."""
+    """Traced only: rows are sharded, and each recipe reads tables through per-device copies."""
     values = to_dict(sent_in_bfloat16()) | {"recipe": recipe}
     values["parallel"] |= {"batch_tokens": 512, "max_length": 16}
     values["model"] |= {"ffn_groups": 1, "embedding_size": 64}
@@ -117,7 +117,7 @@ def test_every_recipe_can_send_gradients_in_bfloat16(recipe):
     batch = traced.make_batch(config, shards)
     with jax.set_mesh(mesh):
         text = str(program.train_step.trace(program.abstract, batch).jaxpr)
-    assert "bf16[8,512,64]" in text  # of each device, before they are added up
+    assert "bf16[8,512,64]" in text  # one per device, before the sum
 
 
 def test_stages_with_a_mixer_from_outside_are_divided():
@@ -158,7 +158,7 @@ def test_release_auc_counts_padding_as_found():
     fake, real = scores.positive.ravel(), scores.counted.ravel()
     probabilities = jax.nn.sigmoid(scores.values.ravel())
     assert not real.all()
-    # Padding has label 0 and probability 0 there.
+    # In the official code padding has label 0 and probability 0.
     expected = roc_auc_score(fake & real, probabilities * real)
     assert values["release_auc"] == pytest.approx(expected, abs=1e-6)
     expected = roc_auc_score(fake[real], probabilities[real])

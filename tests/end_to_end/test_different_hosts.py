@@ -1,5 +1,6 @@
-"""Two processes with different data, as hosts may have, are refused before anything is compiled;
-a signal while they compare is not lost.
+"""Processes with different data are refused before compilation.
+
+A signal during the comparison is not lost.
 """
 
 import os
@@ -14,9 +15,9 @@ import pytest
 from tests import compiling
 from tests.end_to_end.test_command_line import REPOSITORY, SMALL, TINY, refused, text_source
 
-__all__ = ["text_source"]  # the fixture
-PATIENCE = 600  # seconds; half a minute on a machine that is not busy
-# The same on all hosts, each of which has its own text and shards under these names.
+__all__ = ["text_source"]  # fixture
+PATIENCE = 600  # seconds; about 30 on an idle machine
+# The same on all hosts; text and shards under these names differ.
 OF_HOST = ("--config.data.source=text:text.txt", "--config.data.directory=data")
 
 
@@ -41,7 +42,7 @@ def finish(*processes: subprocess.Popen) -> list[subprocess.CompletedProcess]:
 
 
 def start_both(hosts, run: pathlib.Path) -> list[subprocess.Popen]:
-    """A process on each host."""
+    """Start a process on each host."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -51,7 +52,7 @@ def start_both(hosts, run: pathlib.Path) -> list[subprocess.Popen]:
 
 @pytest.fixture(scope="module")
 def hosts(text_source, tmp_path_factory):
-    """Two of them; a paragraph more lies on the second, and both have prepared theirs."""
+    """Two hosts with prepared data; the second has one more paragraph."""
     text = pathlib.Path(text_source.partition("text:")[2]).read_text()
     made = [tmp_path_factory.mktemp("host") for _ in range(2)]
     for host, more in zip(made, ("", "\n\nA paragraph that one host alone has."), strict=True):
@@ -74,7 +75,7 @@ def test_other_shards_are_refused_on_both(hosts, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_during_the_comparison_is_not_lost(hosts, tmp_path):
-    """jax's preemption service once kept it, and the run went on to its end."""
+    """Regression: jax's preemption service swallowed the signal and the run continued."""
     both = start_both(hosts, tmp_path / "run")
     assert any(" on 2 x cpu" in line for line in both[0].stderr)
     both[0].send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Fine-tuning as a user calls it: a sweep that is killed, predictions, export, a teacher."""
+"""Fine-tuning commands: a killed sweep, predictions, export, distillation."""
 
 import concurrent.futures
 import json
@@ -23,7 +23,7 @@ WORDS += ["house", "tree", "water", "fire", "sun", "moon", "star"]
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """Flags of a task of one's own, with a vocabulary and without weights: starts from scratch."""
+    """Flags of a custom task with a vocabulary and without weights, so it trains from scratch."""
     folder = tmp_path_factory.mktemp("own")
     lines = ["stars,review"]
     for number in range(240):
@@ -85,7 +85,7 @@ def test_a_task_of_ones_own_from_files_to_a_model_for_everyone(own, tmp_path):
     first = results.read_text().splitlines()
     assert first, "no run finished in time"
 
-    done = run(f"--workdir={folder}")  # its config is inside
+    done = run(f"--workdir={folder}")  # the config is in the workdir
     assert done.returncode == 0, done.stderr
     assert "of 3 seeds are finished" in done.stderr
     assert "this run, median" in done.stdout
@@ -131,8 +131,9 @@ def test_a_task_of_ones_own_from_files_to_a_model_for_everyone(own, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_fine_tune_what_one_does(own, tmp_path):
-    """Parameters are divided between them; both seeds together. Results, models and predictions
-    are written once, and are those of one process.
+    """Results, models and predictions are written once and equal those of one process.
+
+    Parameters are sharded over the processes, and both seeds train together.
     """
     flags = [*own, "--config.model.hidden_size=128", "--config.model.ffn_size=256"]
     flags += ["--config.finetune.seeds=2", "--config.finetune.epochs=1"]

@@ -1,5 +1,6 @@
-"""Fine-tuning as two processes, killed: it goes on to the bit. That two do what one does is tested
-in test_finetuning_commands.py.
+"""Fine-tuning in two processes resumes bit for bit after a kill.
+
+test_finetuning_commands.py compares two processes with one.
 """
 
 import json
@@ -18,12 +19,12 @@ from tests import compiling
 from tests.end_to_end.test_command_line import REPOSITORY
 from tests.end_to_end.test_finetuning_commands import own
 
-__all__ = ["own"]  # the fixture
+__all__ = ["own"]  # fixture
 PATIENCE = 400  # seconds
 
 
 def start(own, workdir, *flags) -> list[subprocess.Popen]:
-    """Two processes of one device each."""
+    """Start two processes with one device each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -51,14 +52,14 @@ def finish(processes) -> list[str]:
 
 
 def results_of(workdir) -> list[tuple]:
-    """Of each finished run (seed, loss, scores), all digits of them."""
+    """Return (seed, loss, scores) of each finished run, with all digits."""
     lines = map(json.loads, Workdir(workdir).results.read_text().splitlines())
     return [(line["seed"], line["loss"], line["scores"]) for line in lines]
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_bit(own, tmp_path):
-    """The second process is killed after a checkpoint; the first one says so and ends too."""
+    """Process 1 is killed after a checkpoint; process 0 reports it and exits too."""
     finish(start(own, tmp_path / "straight", "--config.finetune.seeds=2"))
     workdir = tmp_path / "killed"
     flags = ("--config.finetune.seeds=2", "--config.finetune.checkpoint_minutes=0.0001")
@@ -72,7 +73,7 @@ def test_a_killed_run_goes_on_to_the_bit(own, tmp_path):
     text, _ = (process.communicate(timeout=PATIENCE)[0] for process in processes)
     assert processes[0].returncode == 75, text
     assert "rocess 1 of 2" in text
-    assert len(list((workdir / "own").glob("seed-*"))) < 2, "nothing was left to do"
+    assert len(list((workdir / "own").glob("seed-*"))) < 2, "all seeds had finished before the kill"
     first, _ = finish(start(own, workdir, *flags))
     assert re.search(r"step [1-9]\d* of ", first), first
     straight, killed = (results_of(tmp_path / name) for name in ("straight", "killed"))

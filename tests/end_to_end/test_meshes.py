@@ -1,5 +1,6 @@
-"""One step of every recipe and mixer on one device and on meshes of eight: its loss and all of its
-gradients, in float32, to 1e-5 of the largest value of each array.
+"""One step of every recipe and mixer on meshes of eight devices against one device.
+
+Loss and all gradients in float32 agree to 1e-5 of the largest value of each array.
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ TAUGHT = {
     "distillation.attention_weight": 1.0,
     "distillation.embeddings_weight": 1.0,
 }
-STAGES = (  # three kinds of layers, one from outside of the package
+STAGES = (  # three kinds of layers, one with a custom mixer
     {"layers": 1, "mixer": NAME, "mixer_fields": ["gain=0.5"]},
     {"layers": 1, "kernel_size": 3},
     {"layers": 1, "mixer": "attention", "kernel_size": 5},
@@ -70,8 +71,8 @@ LOSSES = {
     "span": span_extraction.plain_losses,
     "span_beam": span_extraction.beam_losses,
 }
-# name -> recipe and fields. Span corruption and translation come with every mixer, below;
-# summarization and text_to_text have the program of translation.
+# name -> recipe and fields. Span corruption and translation follow below, with every mixer.
+# summarization and text_to_text have the same program as translation.
 STEPS = {
     "replaced_token": ("replaced_token", {}),
     "replaced_token, masked words first": ("replaced_token", {"objective.masked_lm_steps": 2}),
@@ -83,9 +84,9 @@ STEPS = {
     "causal_lm": ("causal_lm", CAUSAL),
     **{f"finetune, {head}": ("finetune", {}) for head in LOSSES},
 }
-# XLA for CPUs is wrong where rows, parameters and channels are all divided, unless
-# `division.whole_channels` keeps activations whole. Every mixer, in encoder and decoder, is
-# therefore tested on DIVIDED.
+# XLA:CPU is wrong if rows, parameters and channels are all sharded, unless
+# `division.whole_channels` keeps activations unsharded along channels. Every mixer is therefore
+# tested on DIVIDED, in encoder and decoder.
 DIVIDED, ALL = ("data", "fsdp", "tensor"), ("fsdp", "tensor", "sequence")
 OTHERS = [("data", "tensor", "sequence"), ("data", "fsdp", "sequence")]
 OF_MIXERS = {
@@ -94,8 +95,8 @@ OF_MIXERS = {
         MIXERS, itertools.cycle(["span_corruption", "translation"]), strict=False
     )
 }
-# Every recipe and every mixer on meshes that together divide each axis, two devices along each; one
-# mesh for each head of fine-tuning, which differ in their losses alone. Then eight along one axis.
+# Every recipe and mixer runs on meshes that together cover each axis with two devices. Fine-tuning
+# heads differ only in their losses and get one mesh each. Then eight devices along one axis.
 CASES = [
     *((name, axes) for name in OF_MIXERS for axes in (DIVIDED, ALL)),
     *((name, ALL) for name in STEPS if "finetune" not in name),
@@ -110,7 +111,7 @@ def mesh_of(axes: tuple[str, ...]) -> MeshSection:
 
 
 class Case(NamedTuple):
-    """A program on a mesh, and what its step is given."""
+    """Program on a mesh, and the inputs of its step."""
 
     program: Program
     batch: dict[str, np.ndarray]
@@ -122,14 +123,14 @@ def make_config(recipe: str, **fields) -> Config:
 
 
 def draw(path, leaf) -> np.ndarray:
-    """A parameter as large as after some training, so that no gradient is next to nothing."""
+    """Draw a parameter as large as after some training, so that gradients are not tiny."""
     rng = np.random.default_rng(zlib.crc32(jax.tree_util.keystr(path).encode()))
     center = 1.0 if path[-1].key == "scale" else 0.0
     return (center + 0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
 
 
 def rows() -> dict[str, np.ndarray]:
-    """Two documents in a row, followed by padding in every other row."""
+    """Make rows of two documents; every other row ends in padding."""
     tokens = np.random.default_rng(0).integers(5, VOCABULARY - 8, (ROWS, LENGTH)).astype(np.int32)
     segments = np.where(np.arange(LENGTH) < 18, 1, 2).astype(np.int32) * np.ones_like(tokens)
     segments[::2, 27:] = 0
@@ -197,12 +198,12 @@ def make_finetuning(config: Config, head: str, mesh: Mesh) -> Case:
 
 @functools.cache
 def step(name: str, section: MeshSection) -> tuple[np.ndarray, Params, set[str]]:
-    """Loss, gradients, and the axes that parameters are divided over."""
+    """Return loss, gradients, and the axes over which parameters are sharded."""
     recipe, fields = (STEPS | OF_MIXERS)[name]
     config = make_config(recipe, **fields)
     mesh = sharding.make_mesh(section, jax.devices()[: math.prod(dataclasses.astuple(section))])
     with pytest.MonkeyPatch.context() as patch, jax.set_mesh(mesh):
-        patch.setattr(sharding, "_SMALL", 2**10)  # divide small parameters too
+        patch.setattr(sharding, "_SMALL", 2**10)  # shard small parameters too
         for module, make in ((optimizer, "make_optimizer"), (finetuning, "make_told_optimizer")):
             patch.setattr(module, make, lambda *_: optax.trace(decay=0.0))  # keeps the gradient
         if recipe == "finetune":
@@ -233,7 +234,7 @@ def test_it_is_the_step_of_one_device(name, axes):
 
 @pytest.mark.parametrize("name", ["masked_lm, taught", "replaced_token, masked words first"])
 def test_cpus_send_nothing_in_a_loop_over_layers_or_a_branch(name):
-    """XLA for CPUs mixes up messages of a loop or a branch with other messages."""
+    """XLA:CPU confuses messages of a loop or a branch with other messages."""
     recipe, fields = STEPS[name]
     section = MeshSection(data=2, sequence=2)
     mesh = sharding.make_mesh(section, jax.devices()[:4])

@@ -1,4 +1,4 @@
-"""A first hour: mistakes in a row in one workdir; what a message says works as the next command."""
+"""Successive mistakes of a new user in one workdir; the fix in each error message works."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests import compiling
 from tests.end_to_end.test_command_line import REPOSITORY, SMALL, TINY, refused, run, text_source
 from tests.running import needs_libtpu
 
-__all__ = ["text_source"]  # a fixture
+__all__ = ["text_source"]  # fixture
 
 
 def first_error(result) -> str:
@@ -21,19 +21,19 @@ def first_error(result) -> str:
 
 
 def named_flag(result, field: str) -> str:
-    """The flag that the error names, as it stands there."""
+    """Return the flag that the error suggests, verbatim."""
     return re.search(rf"--config\.{field}=[^\s;,]*[^\s;,.]", first_error(result))[0]
 
 
 def interrupt_when(line: str, *arguments) -> str:
-    """Starts the command, presses Ctrl-C when `line` is logged, returns what was printed."""
+    """Start the command, send Ctrl-C when `line` is logged, and return the output."""
     process = subprocess.Popen(
         [sys.executable, "-m", "convbert_jax.main", *map(str, arguments)],
         cwd=REPOSITORY,
         env={**os.environ, "XLA_FLAGS": compiling.CHEAPLY},
         stderr=subprocess.PIPE,
         text=True,
-        # As from a terminal: what a shell starts in the background ignores it, and so do its tests.
+        # As in a terminal. Background processes of a shell ignore SIGINT, and so would the tests.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     seen = []
@@ -57,14 +57,14 @@ def test_five_mistakes_in_a_row_cost_no_folder(tmp_path, text_source):
     # the wrong kind of source
     wrong = run(*flags, f"--config.data.source=parquet:{text}")
     refused(wrong, "text.txt")
-    # a vocabulary that the text cannot give, then the size that the message names
+    # a vocabulary too large for the text, then the suggested size
     large = run(*flags, *source, "--config.tokenizer.vocab_size=200k")
     refused(large, "--config.tokenizer.vocab_size=")
     flags.append(named_flag(large, "tokenizer.vocab_size"))
-    # Ctrl-C while it prepares
+    # Ctrl-C during preparation
     printed = interrupt_when("Training a sentencepiece", *flags, *source)
     assert "error: interrupted; the same command goes on" in printed
-    # the wrong kind of vocabulary, seen when its shards are there
+    # the wrong kind of vocabulary, once shards exist
     kind = ("--config.tokenizer.kind=wordpiece", "--config.tokenizer.vocab_size=300")
     prepared = run("--mode=prepare", *flags, *source, *kind)
     assert prepared.returncode == 0, prepared.stderr
@@ -91,7 +91,7 @@ def test_after_a_checkpoint_another_batch_size_starts_elsewhere_with_the_same_sh
     refused(result, "config.train.batch_size was 8, now 4")
     elsewhere = run(*other, f"--workdir={tmp_path}/new", named_flag(result, "data.directory"))
     assert elsewhere.returncode == 0, elsewhere.stderr
-    assert "Training a" not in elsewhere.stderr  # neither vocabulary nor shards were made again
+    assert "Training a" not in elsewhere.stderr  # vocabulary and shards were reused
     assert not (tmp_path / "new" / "data").exists()
     again = run("--mode=train", f"--workdir={tmp_path}/run", "--config.train.steps=4")
     assert "Resuming from the checkpoint" in again.stderr or "Nothing to do" in again.stderr
@@ -124,7 +124,7 @@ def test_weights_bring_their_vocabulary_and_sizes(tmp_path, text_source):
 
 @pytest.mark.slow
 def test_fine_tuning_mistakes_bind_nothing(tmp_path):
-    """A wrong folder, a wrong column, wrong weights: each refused, none in the way of the next."""
+    """A wrong folder, column or weights: each is refused and does not affect the next command."""
     entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnop"]
     (tmp_path / "vocab.txt").write_text("\n".join(entries))
     (tmp_path / "train.csv").write_text(

@@ -1,4 +1,4 @@
-"""The whole way of an encoder and of a translation model, as commands; always in the quick tier."""
+"""Complete workflows of an encoder and a translation model, as commands; part of the quick tier."""
 
 import json
 
@@ -14,29 +14,29 @@ from convbert_jax.workdir import Workdir
 from tests.end_to_end.test_command_line import SMALL, TINY, run, text_source
 from tests.runs import PAIRS, make_config, write_pairs
 
-__all__ = ["text_source"]  # a fixture
+__all__ = ["text_source"]  # fixture
 
 
 @pytest.fixture(autouse=True)
 def _keep_logging(monkeypatch):
-    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # it would stay for other tests
+    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # would affect other tests
 
 
 def start(*arguments) -> None:
-    """Runs a command in this process, which saves the start of another one."""
+    """Run a command in this process, which is faster than starting another."""
     with flagsaver.flagsaver():
         main.main(command_line.read(["main.py", *map(str, arguments)]))
 
 
 def parameters(path) -> dict[str, np.ndarray]:
-    """Parameters of the main network of a run or a folder."""
+    """Read the parameters of the main network of a run or a folder."""
     return dict(read_source(str(path)).networks["main"].parameters)
 
 
 def test_an_encoder(tmp_path, text_source):
     """Prepare, train, kill, resume, evaluate, export, import, fine-tune, predict."""
     flags = (*SMALL, text_source, "--config.model.mixer=mixed")
-    # Trains four steps twice, once killed and resumed, and compares every bit.
+    # Trains four steps twice, once killed and resumed, and compares bit for bit.
     verified = run(
         "--mode=verify_resume", "--verify_steps=4", TINY, *flags, f"--workdir={tmp_path}/run"
     )

@@ -1,9 +1,9 @@
-"""What a whole training step costs by the TPU compiler's model, held to 3%.
+"""Cost of a training step by the TPU compiler's cost model, checked to 3%.
 
-Two layers, in a scan but where it says unrolled, stand for twelve, so that it compiles in minutes:
-what a layer costs, what is paid once (embeddings, logits, the draw, the update), and what is sent.
-The whole steps are in RESULTS, sections 6 and 15. A change that makes one dearer has to say so
-there and here; so has one that makes it cheaper, or the next one may waste what it gained.
+Models have two layers instead of twelve to compile in minutes, in a scan unless unrolled. The
+cost covers layers, embeddings, logits, sampling, the update and communication.
+benchmarks/RESULTS.md has full steps in sections 6 and 15. Update both after any change of cost,
+including a reduction.
 """
 
 import functools
@@ -18,25 +18,25 @@ from tests.running import needs_libtpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.tpu_compile, needs_libtpu]
 
-LIBTPU = "0.0.52"  # another one has other prices
+LIBTPU = "0.0.52"  # costs depend on the version
 
-# million cycles of a chip of v5e:2x2, 128 rows x 128 tokens each: products, all else
+# Million cycles per chip of v5e:2x2, 128 rows x 128 tokens per chip: matmuls, all else.
 PRICES = {"small": (8.71, 6.15), "base": (24.63, 20.59), "electra-base": (25.17, 18.83)}
 UNROLLED = {
     "small": (8.15, 3.85),
     "base": (24.56, 13.55),
-}  # as the configs of published sizes have it
-# ConvBERT's step divided by ELECTRA's: as the compiler prices them with kernels at full bandwidth,
-# all at full bandwidth, all at the compiler's
+}  # the default of the published sizes
+# ConvBERT's cost / ELECTRA's: compiler costs with kernels at full bandwidth; everything at full
+# bandwidth; everything at the compiler's bandwidth.
 RATIOS = 1.028, 1.007, 1.030
-FSDP = (24.1, 19.0)  # base with its parameters over the four chips; 25.9 and 65.0 were the same,
-FSDP_MEGABYTES = 234  # and 885, when the compiler chose what to fetch and what to send
+FSDP = (24.1, 19.0)  # base with parameters sharded over the four chips
+FSDP_MEGABYTES = 234
 
 
 @functools.cache
 def plan(name: str, **changed) -> dict:
     if (version := importlib.metadata.version("libtpu")) != LIBTPU:
-        pytest.skip(f"the prices are those of libtpu {LIBTPU}, this is {version}")
+        pytest.skip(f"the costs are for libtpu {LIBTPU}, found {version}")
     fields = {field.replace("__", "."): value for field, value in changed.items()}
     fields = {"model.layers": 2, "model.scan_unroll": 1} | fields
     config = step.read_config(name, "512x128", fields)
@@ -45,7 +45,7 @@ def plan(name: str, **changed) -> dict:
 
 
 def bytes_of_gradients(numbers: dict) -> float:
-    """What a device sends if every float32 gradient is sent once, by a ring of four."""
+    """Return the bytes a device sends to all-reduce float32 gradients in a ring of four."""
     return 2 * 3 / 4 * numbers["memory"]["parameters"]
 
 
@@ -90,9 +90,7 @@ def test_parameters_over_chips_are_fetched():
 
 
 def test_convbert_costs_what_electra_does_at_equal_shapes():
-    """Whichever bandwidth kernels are compared at; in a scan. Whole steps without one: RESULTS,
-    section 6.
-    """
+    """Holds at either bandwidth, in a scan. RESULTS section 6 has full steps without a scan."""
     convbert, electra = (
         step.count_cycles(plan(name), "tpu:v5e") for name in ("base", "electra-base")
     )

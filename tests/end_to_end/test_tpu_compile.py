@@ -1,4 +1,4 @@
-"""Kernels, decoding and the sharded training step compile for TPUs, on a machine without one."""
+"""Kernels, decoding and sharded training steps compile for TPUs without a TPU."""
 
 import dataclasses
 import functools
@@ -37,8 +37,8 @@ pytestmark = [pytest.mark.tpu_compile, needs_libtpu]
 
 
 CHIPS = ["tpu:v4", "tpu:v5e", "tpu:v5p", "tpu:v6e", "tpu:tpu7x"]
-# (batch, length, heads, head width): base at both lengths, medium_small, an odd one, a short one,
-# one longer than the memory of a core holds; attention is for multiples of 128 positions.
+# (batch, length, heads, head width): base at both lengths, medium_small, odd sizes, short rows,
+# rows that exceed the memory of a core. Attention needs multiples of 128 positions.
 SIZES = [
     (8, 512, 6, 64), (16, 128, 6, 64), (16, 128, 4, 48), (2, 1300, 3, 80), (2, 40, 1, 64),
     (2, 4096, 12, 64),
@@ -52,7 +52,7 @@ TAPS = 9
 
 
 def compile_both(function, arrays, *others, chip):
-    """The program of a function and its gradients: function(*others, *arrays)."""
+    """Compile function(*others, *arrays) and its gradients; return the program."""
 
     def both(arrays, others):
         out, back = jax.vjp(functools.partial(function, *others), *arrays)
@@ -70,7 +70,7 @@ def count_kernels(text: str) -> int:
     pairwise([*OPS, "attention"], range(len(SIZES)), CHIPS, [BF16, F32], FORMS),
 )
 def test_kernels_compile(op, size, chip, dtype, form):
-    """Forward and backward are one Mosaic kernel each, and `auto` takes them."""
+    """Forward and backward are one Mosaic kernel each, and `auto` chooses them."""
     batch, length, heads, width = (OF_ATTENTION if op == "attention" else SIZES)[size]
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     options = {"causal": form[1]}
@@ -139,7 +139,7 @@ def test_seeds_as_an_axis_compile():
 
 @pytest.mark.parametrize("chip", ["v5e:2x2", "v6e:2x2"])
 def test_a_large_lookup_can_be_read(chip):
-    """jaxlib cannot read how it is started on a SparseCore; the sum over devices is seen too."""
+    """jaxlib cannot parse its launch on a SparseCore; the all-reduce must be found too."""
     from jax.experimental import topologies
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=chip).devices
@@ -188,17 +188,18 @@ def test_step_compiles_for_four_chips_of_v5e(paper):
     }
     with jax.set_mesh(mesh):
         lowered = program.train_step.lower(program.abstract, batch)
-    assert ("bf16" in lowered.as_text()) != paper  # compute dtype of an accelerator
+    assert ("bf16" in lowered.as_text()) != paper  # the compute dtype on accelerators
     compiled = lowered.compile()
     text = compiled.as_text()
-    assert "tpu_custom_call" in text  # on a mesh too, the convolution is ours
+    assert "tpu_custom_call" in text  # convolution kernels are used on a mesh too
     assert compiled.memory_analysis().temp_size_in_bytes < 16e9
 
 
 @pytest.mark.parametrize("topology", ["2xv5e:2x2", "2xv5p:2x2x1"])
 def test_step_compiles_for_two_slices(topology):
-    """A chip sends the other slice its part of large gradients and all of small ones; tiny has
-    mostly small ones.
+    """A chip sends the other slice its shard of large gradients and all small gradients.
+
+    The config tiny has mostly small gradients.
     """
     fields = {"model.layers": 1, "train.steps": 100, "optimizer.warmup_steps": 10}
     config = step.read_config("tiny", "128x64", fields)
@@ -212,7 +213,7 @@ def test_step_compiles_for_two_slices(topology):
 
 @pytest.mark.parametrize(("mixer", "kernels"), [("attention", 0), ("mixed", 2), ("light", 1)])
 def test_a_language_model_goes_on_from_prompts(mixer, kernels):
-    """Given tokens are read at once, by the kernels where there is a convolution, then a beam."""
+    """The prompt is read in one pass, with convolution kernels if any; then beam search."""
     model = ModelSection(layers=2, hidden_size=128, embedding_size=128, heads=2, mixer=mixer)
     config = derive_language_model(model, SequenceSection(norm="pre"), 1_000)
     devices = make_devices("v5e:2x2")[:1]
@@ -237,5 +238,5 @@ def test_a_language_model_goes_on_from_prompts(mixer, kernels):
     arguments = jax.tree.map(put, (params, prompt, first))
     with jax.set_mesh(mesh):
         text = jax.jit(write).lower(*arguments).compile().as_text()
-    # The prompt needs no convolution in the last layer, whose state alone is used.
+    # The prompt needs only the state of the last layer, not its convolution.
     assert count_kernels(text) == kernels

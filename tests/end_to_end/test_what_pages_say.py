@@ -1,6 +1,6 @@
-"""Runs the commands of README and docs/, page by page, with small models and small files.
+"""Commands of README and docs/, run page by page with small models and files.
 
-The files have the names that the pages use. NOT_HERE lists the commands that are not run.
+Files have the names used in the pages. NOT_HERE lists the commands that are not run.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from convbert_jax import command_line, console, main
 from tests.end_to_end.test_command_line import text_source
 from tests.test_pages import PAGES, commands
 
-__all__ = ["text_source"]  # a fixture
+__all__ = ["text_source"]  # fixture
 pytestmark = pytest.mark.slow
 
-# Pattern of a command that is not run -> the reason, and where it is tested.
+# Pattern of a command that is not run -> the reason, and the test that covers it.
 NOT_HERE = {
     r"gs://": "a bucket: tests/test_workdir_in_a_bucket.py",
     r"--topology=v": "minutes of the TPU compiler: test_tpu_compile.py",
@@ -57,7 +57,7 @@ FINETUNING = (
 
 
 def in_small(words: list[str]) -> list[str]:
-    """Adds fields that make the command short. The last value of a field wins."""
+    """Add fields that make the command fast. The last value of a field wins."""
     line = " ".join(words)
     if "--config=" not in line or re.search("--mode=(show|doctor|plan)", line):
         return words
@@ -80,7 +80,7 @@ def in_small(words: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, text_source):
-    """A folder with the files that the pages use."""
+    """Folder with the files that the pages use."""
     folder = tmp_path_factory.mktemp("home")
     chosen = random.Random(0)
     text = pathlib.Path(text_source.partition("text:")[2]).read_text()
@@ -114,7 +114,7 @@ def home(tmp_path_factory, text_source):
 
 @contextlib.contextmanager
 def standard_input(path: pathlib.Path) -> Iterator[None]:
-    """Replaces descriptor 0, which --input=- reads, by the file."""
+    """Replace descriptor 0, which --input=- reads, by the file."""
     kept = os.dup(0)
     try:
         with open(path, "rb") as file:
@@ -126,7 +126,7 @@ def standard_input(path: pathlib.Path) -> Iterator[None]:
 
 
 def start(words: list[str]) -> None:
-    """Runs `python -m convbert_jax.main` in this process; an error fails the test."""
+    """Run `python -m convbert_jax.main` in this process; an error fails the test."""
     with flagsaver.flagsaver(), standard_input(pathlib.Path("texts.txt")):
         main.main(command_line.read(["main.py", *words]))
 
@@ -134,7 +134,7 @@ def start(words: list[str]) -> None:
 @pytest.mark.parametrize("page", ORDER)
 def test_the_commands_of_a_page_run(page, home, monkeypatch):
     monkeypatch.chdir(home)
-    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # its effect would stay
+    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # would affect other tests
     (file,) = (path for path in PAGES if path.stem == page)
     for words in commands(file):
         line = " ".join(words)
@@ -144,7 +144,7 @@ def test_the_commands_of_a_page_run(page, home, monkeypatch):
         words = [w.replace("FOLDER", "runs/small").replace("OUT", "inside") for w in words[3:]]
         make_what_it_reads(words)
         if "--mode" not in line and (made := flag(words, "workdir")):
-            shutil.rmtree(made, ignore_errors=True)  # of another page
+            shutil.rmtree(made, ignore_errors=True)  # left by another page
         if output := flag(words, "output"):
             pathlib.Path(output).unlink(missing_ok=True)
         start(in_small(words))
@@ -156,7 +156,7 @@ def flag(words: list[str], name: str) -> str | None:
 
 
 def make_what_it_reads(words: list[str]) -> None:
-    """Trains the runs that a command starts from, unless an earlier command has."""
+    """Train the runs that a command starts from, unless an earlier command did."""
     named = [flag(words, name) for name in ("config.init_from", "config.distillation.teacher")]
     named += [flag(words, name) for name in ("source", "beside")]
     named += [flag(words, "workdir")] if flag(words, "mode") in ("export", "inspect") else []
@@ -164,12 +164,12 @@ def make_what_it_reads(words: list[str]) -> None:
         if not pathlib.Path(folder).exists():
             run = ["--config=tiny", f"--workdir={folder}", "--config.data.source=text:corpus/a.txt"]
             run += ["--config.data.directory=shards"]
-            run += [word for word in words if word.startswith("--config.recipe=")]  # a teacher's
+            run += [word for word in words if word.startswith("--config.recipe=")]  # of a teacher
             start(in_small(run))
 
 
 def test_every_page_is_covered():
-    """ORDER has every page with a command of the program, and NOT_HERE no unused pattern."""
+    """ORDER has every page with a command, and NOT_HERE has no unused pattern."""
     ours = {p.stem for p in PAGES if any("convbert_jax.main" in w for c in commands(p) for w in c)}
     assert ours - set(ORDER) == {"CONTRIBUTING"}  # only verify_resume
     lines = [" ".join(words) for page in PAGES for words in commands(page)]

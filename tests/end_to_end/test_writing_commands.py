@@ -1,4 +1,4 @@
-"""Commands on a translator: scored, asked through a pipe line by line, stopped and resumed."""
+"""Commands on a translation model: scoring, streaming through a pipe, stopping and resuming."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""An evaluator for numbers that no mean over batches gives, on outputs as a device brings them."""
+"""An evaluator of metrics that are not means over batches, and fetching of device outputs."""
 
 import collections
 import itertools
@@ -17,7 +17,7 @@ TEXTS = [
 
 
 def count_pairs(outputs):
-    """Pairs of neighboring words of predictions that the references have too, and all of them."""
+    """Count bigrams of predictions that occur in the references, and all bigrams."""
     matched = total = 0
     for predicted, reference in zip(outputs["predicted"], outputs["reference"], strict=True):
         ours, theirs = (
@@ -36,7 +36,7 @@ PRECISION = Evaluator(
 
 
 def test_counts_of_a_set_do_not_depend_on_its_batches():
-    """BLEU's kind: 3 of 5, 3 of 3 and 0 of 2 pairs are 6 of 10, not the mean of 0.6, 1 and 0."""
+    """As in BLEU, 3 of 5, 3 of 3 and 0 of 2 pairs give 6 of 10, not the mean of 0.6, 1 and 0."""
     for size in (1, 2, 3):
         batches = [TEXTS[start : start + size] for start in range(0, len(TEXTS), size)]
         outputs = [

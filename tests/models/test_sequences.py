@@ -348,7 +348,7 @@ def test_one_layer_of_attention_in_a_convolutional_encoder_reads_the_whole_sourc
 
 @pytest.mark.parametrize("field", ["activation_dropout", "last_dropout"])
 def test_each_dropout_of_t5_is_where_it_says(randomize, field):
-    """Needs a key. Dropout after the last norm sets output entries to 0."""
+    """Needs a key. Dropout after the last norm sets whole channels of the output to 0."""
     model, sequence = sections("T5's layers")
     none = {"activation_dropout": 0.0, "last_dropout": 0.0}
     sequence = dataclasses.replace(sequence, **none | {field: 0.5})

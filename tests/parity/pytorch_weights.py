@@ -1,4 +1,4 @@
-"""Parameters (or gradients) of Hugging Face's PyTorch encoders as our nested dict."""
+"""Conversion of parameters or gradients of Hugging Face's PyTorch encoders to our layout."""
 
 import types
 
@@ -12,9 +12,9 @@ from convbert_jax.models.mixers.mixed import Mixed
 
 
 def read(depth, theirs):
-    """{"embeddings": ..., "encoder": ...} from arrays by their name, each of which must be used."""
+    """Convert arrays by name to {"embeddings": ..., "encoder": ...}; all arrays must be used."""
     left = dict(theirs)
-    groups = left["encoder.layer.0.intermediate.dense.weight"].ndim - 1  # only whether there are
+    groups = left["encoder.layer.0.intermediate.dense.weight"].ndim - 1  # 0 if not grouped
     mixer = {f"mixer/{name}": row for name, row in Mixed.NAMES.items()}
     layer = types.SimpleNamespace(mixer=Mixed, ffn_groups=groups)
     layers = {f"layers/{i}/{module}": entry for i in range(depth) for module, entry in
@@ -30,6 +30,6 @@ def read(depth, theirs):
         for path, place in places.items()
         if place.name in left
     }
-    assert not left, f"left over: {sorted(left)}"
+    assert not left, f"unused arrays: {sorted(left)}"
     stages = types.SimpleNamespace(stages=[types.SimpleNamespace(depth=depth)])
     return jax.tree.map(jnp.asarray, to_tree(stack(flat, stages)))

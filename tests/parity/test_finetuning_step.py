@@ -1,8 +1,8 @@
 """The `paper` recipe of fine-tuning against the same formulas in PyTorch, with the same weights.
 
-Three steps: summed loss, clipping at global norm 1, Adam without bias correction, decoupled decay
-of all but biases and layer norms, layer-wise rates, and a warm-up that multiplies a decay which
-runs from the first step. Dropout is off, as two generators draw differently.
+Three steps with summed loss, clipping at global norm 1, Adam without bias correction, decoupled
+weight decay except for biases and layer norms, layer-wise rates, and warm-up multiplied by a
+decay from the first step. Dropout is off because the random generators differ.
 """
 
 import dataclasses
@@ -26,25 +26,25 @@ from tests.parity.pytorch_weights import read
 from tests.parity.test_huggingface import build_theirs
 
 pytestmark = pytest.mark.parity
-torch = None  # imported_late
+torch = None  # set by imported_late
 
 LAYERS, WIDTH, LENGTH, ROWS, STEPS = 3, 32, 20, 6, 20
 SIZES = {
     "layers": LAYERS, "hidden_size": WIDTH, "embedding_size": 16, "heads": 4, "ffn_size": 48,
     "positions": 64,
 }  # fmt: skip
-RATE = 3e-3  # ten times the release's, so that a mistake shows
+RATE = 3e-3  # ten times the official rate, to make mistakes visible
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_late():
-    """Collecting tests imports no PyTorch."""
+    """Import PyTorch only when the tests run."""
     global torch
     torch = pytest.importorskip("torch")
 
 
 def paper(get_config, variant):
-    """The paper variant of a config with the sizes of this test and without dropout."""
+    """Return the paper variant of a config with the sizes of this test and without dropout."""
     config = from_config_dict(get_config(variant))
     return dataclasses.replace(
         config,
@@ -68,7 +68,7 @@ def make_batches(seed=0):
                 "tokens": np.where(real, rng.integers(5, 500, (ROWS, LENGTH)), 0).astype(np.int32),
                 "type_ids": (real & (places >= 6)).astype(np.int32),
                 "segment_ids": real.astype(np.int32),
-                "weight": np.array([1, 1, 1, 1, 1, 0], np.float32),  # one row only fills up
+                "weight": np.array([1, 1, 1, 1, 1, 0], np.float32),  # the last row is padding
                 "label": rng.integers(0, 3, ROWS).astype(np.int32),
                 "value": np.zeros(ROWS, np.float32),
                 "start": np.array([6, 0, 8, 9, 7, 0], np.int32),
@@ -79,7 +79,7 @@ def make_batches(seed=0):
     return batches
 
 
-# --- the two tasks, here and in PyTorch; heads as {path: array} with our layout of kernels ---
+# --- Both tasks in JAX and PyTorch; heads are {path: array} in our layout ---
 
 
 def classification_task():
@@ -104,7 +104,7 @@ def classification_loss(hidden, head, batch):
 
 
 def span_loss(hidden, head, batch):
-    """As `finetune/qa/qa_tasks.py` has it: joint start and end, and answerability."""
+    """Compute the loss of `finetune/qa/qa_tasks.py`: joint start and end, and answerability."""
     rows = torch.arange(len(hidden))
     gelu = torch.nn.functional.gelu
     allowed = batch["segment_ids"] * batch["type_ids"]
@@ -126,7 +126,7 @@ def span_loss(hidden, head, batch):
     return places / 2 + 0.5 * known
 
 
-# The release's decay of 0.01 moves a parameter by less than the tolerance; so one case has more.
+# The official decay of 0.01 changes parameters by less than the tolerance; one case uses more.
 CASES = {
     "classification": (
         glue.get_config, "mrpc,paper", classification_task, classification_loss, 5.0
@@ -136,7 +136,7 @@ CASES = {
 
 
 def multiplier(name):
-    """As `model/optimization.py`, for three layers: 0.8^(n + 2 - depth)."""
+    """Rate multiplier of `model/optimization.py` for three layers: 0.8^(n + 2 - depth)."""
     if name.startswith("head."):
         return 1.0
     layer = re.search(r"layer\.(\d+)\.", name)
@@ -144,7 +144,7 @@ def multiplier(name):
 
 
 def train_theirs(encoder, head, loss_of, batches, decay):
-    """(losses, first gradients once clipped, norms before that, named parameters at the end)."""
+    """Return (losses, clipped gradients of step 1, gradient norms, final named parameters)."""
     named = dict(encoder.named_parameters()) | {f"head.{k}": p for k, p in head.items()}
     m = {name: torch.zeros_like(p) for name, p in named.items()}
     v = {name: torch.zeros_like(p) for name, p in named.items()}
@@ -167,7 +167,7 @@ def train_theirs(encoder, head, loss_of, batches, decay):
         first = first or {name: g.numpy() for name, g in gradients.items()}
         norms.append(norm.item())
         losses.append(loss.item())
-        rate = RATE * (1 - step / STEPS) * min(1.0, step / 2)  # warm-up is a tenth of the steps
+        rate = RATE * (1 - step / STEPS) * min(1.0, step / 2)  # warm-up over a tenth of the steps
         with torch.no_grad():
             for name, p in named.items():
                 m[name] = 0.9 * m[name] + 0.1 * gradients[name]
@@ -180,7 +180,7 @@ def train_theirs(encoder, head, loss_of, batches, decay):
 
 
 def as_ours(named):
-    """Their arrays as our parameters."""
+    """Convert their arrays to our parameters."""
     inside = {name: array for name, array in named.items() if not name.startswith("head.")}
     head = {}
     for name, array in named.items():
@@ -198,7 +198,7 @@ def test_three_steps(case):
         config, optimizer=dataclasses.replace(config.optimizer, weight_decay=decay)
     )
     encoder = build_theirs("small", config.model)
-    encoder.embeddings.word_embeddings.padding_idx = None  # the release trains [PAD] too
+    encoder.embeddings.word_embeddings.padding_idx = None  # the official code trains [PAD] too
     outputs, width, losses, constants = make_task()
     task = FinetuneTask(
         name=case, outputs=outputs, width=width, losses=losses, predict=None, constants=constants,
@@ -225,7 +225,7 @@ def test_three_steps(case):
     wanted_losses, wanted_gradients, norms, wanted = train_theirs(
         encoder, head, loss_of, batches, decay
     )
-    assert min(norms) > 1  # all three are clipped
+    assert min(norms) > 1  # clipping is active in all three steps
 
     program = programs.of(task, None)
     state = program.start(params)
@@ -234,7 +234,7 @@ def test_three_steps(case):
         given = np.uint32(0), rates[number], constants
         state, _, vitals = program.train_step(state, batch, *given)
         assert vitals.loss == pytest.approx(wanted_losses[number], rel=1e-5)
-        if number == 0:  # the first moment is a tenth of the first, clipped gradient
+        if number == 0:  # the first moment is a tenth of the first clipped gradient
             gradients = jax.tree.map(
                 lambda m: 10 * np.asarray(m), optax.tree_utils.tree_get(state.opt_state, "mu")
             )
@@ -251,7 +251,7 @@ def compare(ours, theirs):
 
 
 def test_rates_are_those_of_the_table():
-    """Of twelve layers, by `model/optimization.py`: head 1, 11 0.64, 0 0.055, embeddings 0.044."""
+    """`model/optimization.py`, 12 layers: head 1, layer 11 0.64, layer 0 0.055, embeddings 0.044."""
     from convbert_jax.training.optimizer import layer_multipliers
 
     one = np.zeros((12, 2, 2))

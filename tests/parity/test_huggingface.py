@@ -1,6 +1,6 @@
-"""The same random weights in Hugging Face's PyTorch classes and here give the same numbers.
+"""Hidden states and gradients equal those of Hugging Face's PyTorch classes with equal weights.
 
-Their convolutions do not know the attention mask, so ours run with mask_convolution=False.
+Their convolutions ignore the attention mask, so ours run with mask_convolution=False.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from convbert_jax.models.encoder import Encoder
 from tests.parity.pytorch_weights import read
 
 pytestmark = pytest.mark.parity
-torch = transformers = None  # imported_late
+torch = transformers = None  # set by imported_late
 
 LENGTH = 40
 SIZES = {
@@ -38,7 +38,7 @@ SIZES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_late():
-    """Collecting tests imports no PyTorch."""
+    """Import PyTorch only when the tests run."""
     global torch, transformers
     torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
 
@@ -65,7 +65,7 @@ def build_theirs(name, model):
             embedding_size=model.embedding_size, num_groups=model.ffn_groups, pad_token_id=0
         )
         module = transformers.ConvBertModel(transformers.ConvBertConfig(**settings))
-    # Larger than at the start, so that a mistake anywhere shows in the output.
+    # Larger than at initialization, to make mistakes visible in the output.
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter_name, parameter in module.named_parameters():
@@ -98,7 +98,7 @@ def build_ours(model):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_hidden_states_and_gradients(name):
-    """Of a whole row and a padded one."""
+    """Covers a full row and a padded row."""
     model, apply = build_ours(SIZES[name] | {"mask_convolution": False})
     theirs = build_theirs(name, model)
     rng = np.random.default_rng(0)
@@ -123,15 +123,15 @@ def test_hidden_states_and_gradients(name):
         return jnp.sum(out * cotangent), out
 
     (_, ours), gradients = run(params)
-    # Padding too: what it computes leaks into the real tokens there.
+    # Includes padding, which leaks into the real tokens in their code.
     np.testing.assert_allclose(ours, out.detach().numpy(), atol=1e-5)
 
     wanted = read(model.layers, {name: p.grad.numpy() for name, p in named.items()})
     if name not in ("bert", "electra"):
-        # Theirs does not train the row of [PAD].
+        # Their embedding of [PAD] has no gradient.
         table = gradients["embeddings"]["word"]["embedding"]
         gradients["embeddings"]["word"]["embedding"] = table.at[0].set(0)
-    # Relative to each parameter's own gradient, down to a floor: that of a key bias is exactly 0.
+    # Relative to the largest gradient of each parameter, with a floor: key biases have gradient 0.
     floor = 1e-2 * max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
 
     def compare(ours, theirs):

