@@ -209,7 +209,7 @@ def test_dropout_keeps_the_mean_and_its_gradient_is_where_it_kept(
 def test_dropout_of_rows_on_several_devices(generator, mesh):
     """Masks differ between rows, and no device draws the rows of another device.
 
-    With threefry the masks equal those of one device, also when vmapped over seeds.
+    With threefry the masks match one device, also when vmapped over seeds.
     """
     axes = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh(mesh, ("data", "fsdp", "tensor"), axis_types=axes)

@@ -251,7 +251,7 @@ def compare(ours, theirs):
 
 
 def test_rates_are_those_of_the_table():
-    """`model/optimization.py`, 12 layers: head 1, layer 11 0.64, layer 0 0.055, embeddings 0.044."""
+    """`model/optimization.py`, 12 layers: head 1, layer 11 0.64, 0 0.055, embeddings 0.044."""
     from convbert_jax.training.optimizer import layer_multipliers
 
     one = np.zeros((12, 2, 2))
