@@ -1,6 +1,6 @@
 """Several processes: connecting, exchanging values, stopping and ending together.
 
-Threads play the processes where nothing ends; real processes are started where one does.
+Threads simulate the processes unless a test needs a process to end.
 """
 
 import concurrent.futures
@@ -42,7 +42,7 @@ def hint(missing) -> str:
 
 
 def connect_to(port: int) -> socket.socket:
-    """The connection of a stranger to process 0, as soon as it listens."""
+    """Connects an unknown client to process 0 once it listens."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -56,14 +56,14 @@ def connect_to(port: int) -> socket.socket:
 
 
 class Meeting:
-    """Groups of processes that are played by threads. Process 0 waits from the start."""
+    """Groups of simulated processes in threads; process 0 waits from the start."""
 
     def __init__(self, count: int, timeout: float = 60.0):
         self.port, self._count = free_port(), count
         self._first = self.start(0, timeout=timeout)
 
     def start(self, index, count=None, timeout=60.0) -> concurrent.futures.Future:
-        """A process in a thread; the result is its group."""
+        """Starts a simulated process in a thread; returns a future of its group."""
         process = ProcessId(f"localhost:{self.port}", count or self._count, index)
 
         future = concurrent.futures.Future()
@@ -77,12 +77,12 @@ class Meeting:
                 group.leave({"kind": "done"})
                 future.set_exception(error)
 
-        threading.Thread(target=meet, daemon=True).start()  # one may wait forever
+        threading.Thread(target=meet, daemon=True).start()  # a thread may wait forever
         return future
 
     @contextlib.contextmanager
     def all(self):
-        """The groups of all processes, once all have connected."""
+        """Returns the groups of all processes once all are connected."""
         futures = [self._first, *(self.start(i) for i in range(1, self._count))]
         groups = [future.result(PATIENCE) for future in futures]
         yield groups
@@ -90,18 +90,18 @@ class Meeting:
             group.leave({"kind": "done"})
 
     def join(self, index: int):
-        """The group of process 0 after the last process has come."""
+        """Connects the last process; returns the group of process 0."""
         self.start(index)
         return self._first.result(PATIENCE)
 
     def fault(self) -> ConfigError:
-        """The error of process 0."""
+        """Returns the error of process 0."""
         return self._first.exception(PATIENCE)
 
 
 @pytest.fixture(autouse=True)
 def thread_errors(monkeypatch):
-    """No thread ends by an exception."""
+    """Fails if a thread ends with an exception."""
     found = []
     monkeypatch.setattr(threading, "excepthook", found.append)
     yield found
@@ -109,13 +109,13 @@ def thread_errors(monkeypatch):
 
 
 def in_threads(function, *arguments):
-    """Results of `function` called at the same time with each tuple of arguments."""
+    """Returns results of concurrent calls of `function`, one per argument tuple."""
     with concurrent.futures.ThreadPoolExecutor(len(arguments)) as threads:
         return list(threads.map(lambda each: function(*each), arguments))
 
 
 def test_processes_exchange_values():
-    """Process 0 decides from the values of all; one that sends none in time is None."""
+    """Process 0 decides from all values; a process that is too late counts as None."""
     with Meeting(3).all() as groups:
 
         def decide(group, timeout):
@@ -139,7 +139,7 @@ def test_a_missing_process_is_named_while_waiting_and_at_the_end(monkeypatch, ca
         raise meeting.fault()
     reminders = [r for r in caplog.records if hint([1, 3]) in r.getMessage()]
     assert reminders[-1].levelname == "INFO"
-    with pytest.raises(concurrent.futures.TimeoutError):  # no one tells it that all are here
+    with pytest.raises(concurrent.futures.TimeoutError):  # process 0 sends no confirmation
         present.result(0.1)
 
 
@@ -150,7 +150,7 @@ def test_an_absent_process_0_is_named():
 
 
 def test_a_process_that_cannot_join_is_refused_and_the_others_still_meet(caplog):
-    """Another number of processes, and a number that is taken or too large."""
+    """A process with another process count, or an index that is taken or too large."""
     meeting = Meeting(3)
     first = meeting.start(1)
     for count, index in ((2, 2), (3, 3), (3, 1)):
@@ -191,7 +191,7 @@ def test_strangers_are_dropped():
     with contextlib.ExitStack() as strangers:
         for message, ends in itertools.product(ATTACKS, ("waits", "closes", "resets")):
             stranger = strangers.enter_context(connect_to(meeting.port))
-            with contextlib.suppress(OSError):  # it may be dropped before it has sent everything
+            with contextlib.suppress(OSError):  # the connection may be dropped early
                 stranger.sendall(message)
                 if ends == "closes":
                     stranger.shutdown(socket.SHUT_WR)
@@ -204,7 +204,7 @@ def test_strangers_are_dropped():
 
 
 def test_many_slow_strangers_delay_no_process(monkeypatch):
-    """Each has one deadline for its greeting, and few are read at the same time."""
+    """Each greeting has one deadline, and few are read concurrently."""
     monkeypatch.setattr(distributed, "_MAX_GREETINGS", 3)
     monkeypatch.setattr(distributed, "_GREETING", 0.5)
     meeting = Meeting(2)
@@ -230,10 +230,10 @@ def test_a_local_run_listens_on_loopback_only():
 
 
 def test_a_run_of_several_hosts_listens_at_the_address_of_the_coordinator(monkeypatch):
-    """On all interfaces if its name means something else here than on the other hosts."""
+    """Listens on all interfaces if the name resolves differently here and on other hosts."""
     found = {
-        "node-1": "127.0.0.1",  # as Debian's /etc/hosts has a machine's own name
-        "node-2": "192.0.2.1",  # an address that no interface of this machine has
+        "node-1": "127.0.0.1",  # Debian's /etc/hosts maps a machine's hostname like this
+        "node-2": "192.0.2.1",  # an address of no local interface
         "127.0.0.1": "127.0.0.1",
     }
 
@@ -260,10 +260,10 @@ def test_a_process_that_no_cluster_started_is_refused(monkeypatch):
 
 
 class Listening:
-    """Process 0 of 3 while it reads messages of process 1.
+    """Process 0 of 3, reading messages of process 1.
 
     Attributes:
-      exits: its exit code, if it ended.
+      exits: exit codes of process 0.
     """
 
     def __init__(self, monkeypatch):
@@ -323,11 +323,11 @@ def test_the_sentence_of_a_message_is_printed_as_one_line(monkeypatch, capfd):
 
 
 def play(count, steps, seed, requests, *, ahead=2, contexts=1):
-    """[(step after which it stopped, signal) of each context] of each process.
+    """Simulates contexts that stop; returns [(last step, signal) per context] per process.
 
     Args:
-      requests: (process, context, step) of each request to stop.
-      ahead: steps that a process may start before the others.
+      requests: (process, context, step) of each stop request.
+      ahead: maximum lead of a process in steps.
     """
     started, moved = [0] * count, threading.Condition()
 
@@ -372,7 +372,7 @@ def play(count, steps, seed, requests, *, ahead=2, contexts=1):
     context=st.integers(0, 1),
 )
 def test_all_stop_after_the_same_step(count, seed, first, askers, context):
-    """Also if the request comes near the end of a context: then in the next one."""
+    """A request near the end of a context stops the next context."""
     ends = play(count, 20, seed, {(i, context, first) for i in askers}, contexts=2)
     assert ends == [ends[0]] * count
     before, stopped = ends[0]
@@ -444,7 +444,7 @@ def test_a_single_process_compares_nothing(caplog, monkeypatch):
 
 # Processes
 
-# Arguments: port, processes, number of this one, statements before the checks, and after them.
+# Arguments: port, process count, process index, statements before and after the checks.
 PROGRAM = """
 import dataclasses, sys, time
 import jax
@@ -478,7 +478,7 @@ FAIL = "time.sleep(1); raise UserError('its own reason.')"
 
 
 def launch(*after, before=(), count=None, port=None, begin=0) -> list[subprocess.Popen]:
-    """Starts a process for each text of statements, from process `begin` on."""
+    """Starts one process per text of statements, counting from index `begin`."""
     port = port or free_port()
     before = before or ("",) * len(after)
     return [
@@ -496,7 +496,7 @@ def launch(*after, before=(), count=None, port=None, begin=0) -> list[subprocess
 
 
 def start(*after: str) -> list[subprocess.Popen]:
-    """A process for each text of statements, all up."""
+    """Starts one process per text of statements and waits until all are running."""
     processes = launch(*after)
     for process in processes:
         wait_until_up(process)
@@ -511,7 +511,7 @@ def wait_until_up(process) -> None:
 
 
 def end(process) -> tuple[int, str, str]:
-    """(exit code, error, everything else that was printed)."""
+    """Returns (exit code, error, rest of the output)."""
     out, err = process.communicate(timeout=PATIENCE)
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) <= 1, err
@@ -520,7 +520,7 @@ def end(process) -> tuple[int, str, str]:
 
 
 def check_ended(process, by: int, count: int) -> None:
-    """One sentence and the exit code; not the page of a C++ stack trace."""
+    """Checks for one sentence and the exit code, without a C++ stack trace."""
     code, error, text = end(process)
     assert code == EXIT_CODE, text
     assert f"rocess {by} of {count}" in error
@@ -537,7 +537,7 @@ def test_processes_meet_and_finish_among_strangers():
                 stranger.sendall(message)
         (second,) = launch(CLOCKS, count=2, port=port, begin=1)
         wait_until_up(first)
-        # JAX's service has taken over the port, on loopback too: 127.0.0.2 is of this machine.
+        # JAX's service now owns the port, including loopback; 127.0.0.2 is this machine.
         with pytest.raises(OSError, match=r"refused|assign"):
             socket.create_connection(("127.0.0.2", port), 5).close()
         ends = [end(first), end(second)]
@@ -546,14 +546,14 @@ def test_processes_meet_and_finish_among_strangers():
     assert sum("2 x 1 cpu" in text for _, _, text in ends) == 1
     offsets = next(line for line in ends[1][2].splitlines() if line.startswith("[["))
     (_, (ahead, bound)) = json.loads(offsets)
-    assert abs(ahead) <= bound + 0.05  # it is one clock
+    assert abs(ahead) <= bound + 0.05  # all read the same clock
 
 
 @pytest.mark.parametrize(
     ("after", "killed"),
     [
         ((WAIT, WAIT), 1),
-        (("", WAIT), 1),  # the other one is done already, and JAX would abort it after 100 s
+        (("", WAIT), 1),  # the other process has finished; JAX would abort it after 100 s
         pytest.param((WAIT, WAIT), 0, marks=pytest.mark.slow),
         pytest.param((WAIT, WAIT, WAIT), 1, marks=pytest.mark.slow),
     ],
@@ -567,11 +567,11 @@ def test_a_killed_process_ends_the_others(after, killed):
     for index, process in enumerate(processes):
         if index != killed:
             check_ended(process, killed, len(processes))
-    assert time.monotonic() - began < 30  # less than a second on a machine that is not busy
+    assert time.monotonic() - began < 30  # takes less than a second on an idle machine
 
 
 def test_a_process_killed_before_all_have_come_ends_the_present_ones():
-    """They do not wait in vain for the third one."""
+    """The connected processes do not wait for the missing third one."""
     first, second = launch(WAIT, WAIT, count=3)
     while "process 0" not in (line := second.stderr.readline()):
         assert line
@@ -581,7 +581,7 @@ def test_a_process_killed_before_all_have_come_ends_the_present_ones():
 
 
 def test_a_stopped_process_ends_the_others():
-    """Its connection stays open, but it sends nothing."""
+    """Its connection stays open but silent."""
     processes = start(WAIT, WAIT)
     processes[1].send_signal(signal.SIGSTOP)
     try:
@@ -602,7 +602,7 @@ def test_an_error_of_one_ends_the_others_and_all_print_it(failing):
     processes = start(*(FAIL if index in failing else WAIT for index in range(2)))
     for index, process in enumerate(processes):
         code, error, text = end(process)
-        assert code == 1, text  # it would happen again: no launcher shall try
+        assert code == 1, text  # the error would recur, so launchers must not retry
         assert error.endswith("its own reason.")
         assert (f"rocess {failing[0]}" in error) == (index not in failing)
 
@@ -621,7 +621,7 @@ def test_a_hang_of_one_shows_the_stacks_of_all():
     ):
         code, error, text = end(process)
         assert code == EXIT_CODE, text
-        assert 'File "<string>", line' in text  # where the program stands
+        assert 'File "<string>", line' in text  # stack trace of the program
         assert ("rocess 1 of 3" in error) == (index != 1)
 
 
@@ -647,7 +647,7 @@ def test_a_difference_ends_all_before_devices_are_initialized(before, mentions):
 
 @pytest.mark.slow
 def test_another_number_of_processes_is_refused():
-    """Before JAX, which would connect the two; process 0 waits for the right one."""
+    """Rejected before JAX connects; process 0 keeps waiting for the expected process."""
     port = free_port()
     (first,), (second,) = launch("", count=2, port=port), launch("", count=3, port=port, begin=1)
     for process, mentions in ((second, ()), (first, ("rocess 1 of 2",))):

@@ -28,7 +28,7 @@ from tests.refusals import refused
 
 @pytest.fixture
 def libtpu(monkeypatch):
-    """Sets the version of libtpu that seems to be installed, None for none."""
+    """Sets the apparent version of libtpu; None: not installed."""
 
     def set_version(version: str | None):
         real = importlib.metadata.version
@@ -54,7 +54,7 @@ def platforms():
 
 
 def test_a_trace_with_a_libtpu_of_another_jax_is_refused(libtpu, platforms):
-    """It ended the program by a segmentation fault in the middle of training."""
+    """This combination caused a segmentation fault in the middle of training."""
     config = dataclasses.replace(
         Config(), train=dataclasses.replace(Config().train, profile_start=2)
     )
@@ -107,7 +107,7 @@ def no_cache(monkeypatch):
 
 
 def compile_one(number) -> list[int] | None:
-    """Compiles a program of its own for each number; [programs found, compiled] or None."""
+    """Compiles a distinct program per number; returns [cache hits, compilations] or None."""
     jax.jit(lambda x: x * number + 1).lower(1.0).compile()
     described = compilation.describe_compile_cache()
     if described == "compile cache off":
@@ -117,7 +117,7 @@ def compile_one(number) -> list[int] | None:
 
 
 def test_each_run_counts_its_own_programs_in_its_own_folder(no_cache, tmp_path):
-    assert compile_one(5) is None  # JAX has looked for a folder, and found none
+    assert compile_one(5) is None  # JAX has already looked for a folder without success
     for name, expected in (("one", [0, 1]), ("one", [1, 0]), ("one", [1, 0]), ("two", [0, 1])):
         compilation.enable_compile_cache(str(tmp_path / name))
         assert compile_one(3) == expected
@@ -130,7 +130,7 @@ def test_each_run_counts_its_own_programs_in_its_own_folder(no_cache, tmp_path):
 
 
 def test_a_folder_that_cannot_be_made_is_reported_once(no_cache, tmp_path, caplog):
-    """JAX would warn at every program, and the log would name a folder that later starts use."""
+    """JAX would warn for every program and log an unusable folder."""
     (tmp_path / "file").touch()
     compilation.enable_compile_cache(str(tmp_path / "file" / "cache"))
     with warnings.catch_warnings(action="error"):
@@ -163,8 +163,8 @@ def test_more_versions_than_shapes_are_reported(caplog):
     assert record.args[1:] == (20, 3)
 
 
-# Folds a constant for seconds, for which XLA raises an alarm. The alarm of a slow compile comes
-# from the same C++ file at the same level, but only after two minutes.
+# Constant folding for seconds raises an XLA alarm. The alarm for slow compilation comes from the
+# same C++ file at the same level, but only after two minutes.
 FOLDS = """
 import sys
 import jax, jax.numpy as jnp
@@ -199,8 +199,8 @@ def test_alarms_of_the_compiler_are_hidden_while_it_compiles_only():
 
 
 def test_a_second_interrupt_is_handled_as_before():
-    """KeyboardInterrupt here and in a notebook, not the end of the process."""
-    # Also if the tests were started with Ctrl-C ignored, as by `&`.
+    """KeyboardInterrupt is raised, also in a notebook; the process continues."""
+    # Also if the tests run with SIGINT ignored, as after `&`.
     kept = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with StopSignals() as stop:
@@ -216,7 +216,7 @@ def test_a_second_interrupt_is_handled_as_before():
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):
-    """Answers as the metadata server: at once to last_etag=0, then when something changes."""
+    """Simulates the metadata server: answers last_etag=0 at once, later requests on a change."""
 
     def do_GET(self):
         self.server.asked.append((self.path, self.headers["Metadata-Flavor"]))
@@ -258,7 +258,7 @@ def test_a_preemption_notice_stops_as_a_signal_and_leaves_the_first_signal_to_co
         while stop.requested() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert stop.requested() == "SIGTERM"
-        assert signal.getsignal(signal.SIGTERM) == ours  # one that follows does not end the save
+        assert signal.getsignal(signal.SIGTERM) == ours  # a second one keeps the save
     paths, flavors = zip(*metadata.asked, strict=True)
     for key in ("preempted", "maintenance-event"):
         assert any(f"/instance/{key}?wait_for_change=true" in path for path in paths)
@@ -277,14 +277,14 @@ def test_no_notice_is_read_without_a_tpu_or_a_server(monkeypatch):
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Set when a watchdog ends the process."""
+    """Event that is set when a watchdog ends the process."""
     event = threading.Event()
     monkeypatch.setattr(distributed, "exit_after_hang", event.set)
     return event
 
 
 def test_the_first_batch_of_its_shapes_may_take_longer(ended):
-    """It compiles: a new length of pairs, another bucket of a task."""
+    """New shapes are compiled, for example another pair length or another task's bucket."""
     seen, watched = [], watchdog.Watchdog(0.5)
 
     def program(factor, batch):
@@ -302,12 +302,12 @@ def test_the_first_batch_of_its_shapes_may_take_longer(ended):
             assert call(length) == 6 * length
         assert not ended.is_set()
         seen.clear()
-        call(8)  # compiled before: this is a hang
+        call(8)  # compiled before, so this is a hang
         assert ended.is_set()
 
 
 def test_a_first_step_may_take_longer_and_not_forever(ended, monkeypatch):
-    """Compiling takes long; restoring, and waiting for others, can hang too."""
+    """Compilation is slow, but restoring or waiting for other processes can hang."""
     with watchdog.Watchdog(0.1).watching():
         assert not ended.wait(0.5)
     monkeypatch.setattr(watchdog, "_FIRST", 0.2)

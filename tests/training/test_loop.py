@@ -1,4 +1,4 @@
-"""The loop: exact resuming, reports without gaps or repeats, errors, and the weights of a start."""
+"""Training loop: exact resume, reports without gaps or repeats, errors, and initial weights."""
 
 import concurrent.futures
 import dataclasses
@@ -33,7 +33,7 @@ STEPS = 12
 
 
 class Until(Rows):
-    """Sends this process a signal while it draws batch `position`."""
+    """Dataset that sends this process a signal while drawing batch `position`."""
 
     def __init__(self, position: int, number: int = signal.SIGTERM):
         super().__init__()
@@ -47,7 +47,7 @@ class Until(Rows):
 
 
 class Repeated(Rows):
-    """Batch n is repeated `times(n)` times, which changes its shape."""
+    """Dataset that repeats batch n `times(n)` times, which changes its shape."""
 
     def __init__(self, times):
         super().__init__()
@@ -63,7 +63,7 @@ def read_lines(workdir):
 
 
 def read_curves(workdir):
-    """(split, step) -> numbers that do not depend on the machine's speed."""
+    """Returns (split, step) -> metrics, without timings."""
     timed = {"seconds_per_step", "tokens_per_second", "mfu", "host_memory"}
     lines = read_lines(workdir)
     curves = {
@@ -82,7 +82,7 @@ def assert_same_checkpoint(first, second, step):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """A run without a break: its folder, its result and its log."""
+    """An uninterrupted run: its folder, result and log."""
     workdir, log = tmp_path_factory.mktemp("straight"), []
     logger, handler = logging.getLogger("absl"), logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())
@@ -124,7 +124,7 @@ def test_a_whole_run(straight):
 
 
 def test_an_evaluation_counts_every_row_once(straight):
-    """Three batches, the last with five real rows: the mean over 37 rows."""
+    """Three batches, the last with five real rows: the mean covers 37 rows."""
     params = jax.device_get(straight[1].state.params)["dense"]
     rows = [make_rows(10_000 + index)["x"] for index in range(3)]
     rows = np.concatenate([rows[0], rows[1], rows[2][:5]])
@@ -140,16 +140,16 @@ def test_the_log_has_numbers_of_steps_and_the_seconds_of_compiling(straight):
     assert re.search(r"[\d,]+ tokens/s  256 tokens  MFU", line)
     assert any("compile cache" in message for message in log)
     compiled = {m.partition(" (")[0] for m in log if m.endswith(" s so far).")}
-    assert len(compiled) == 3  # the parameters, the step, the evaluation
+    assert len(compiled) == 3  # parameter initialization, step, evaluation
 
 
 def test_compiling_does_not_count_as_the_speed_of_steps(tmp_path, monkeypatch):
-    """By a clock on which a step takes a second, and compiling a thousand."""
+    """Uses a simulated clock: one second per step, a thousand per compilation."""
     now, compiled = [0.0], set()
     look_at, call = loop._Run._look_at, Watchdog.call
 
     def waited_for(self, done):
-        now[0] += done.step not in compiled  # those were waited for by the call
+        now[0] += done.step not in compiled  # the call waited for compiled steps
         look_at(self, done)
 
     def called(self, program, state, *arguments, batch):
@@ -162,7 +162,7 @@ def test_compiling_does_not_count_as_the_speed_of_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(loop._Run, "_look_at", waited_for)
     monkeypatch.setattr(Watchdog, "call", called)
     task = dataclasses.replace(linear_task(), batch_shapes=3)
-    # New shapes in batches 1, 3 and 5: within an interval of four and at its beginning.
+    # Batches 1, 3 and 5 have new shapes: inside and at the start of an interval of four.
     mixed = Repeated(lambda position: {3: 2, 5: 3}.get(position, 1))
     run(tmp_path, make_config(12, train={"log_every": 4}), task=task, batches=mixed)
     assert compiled == {1, 3, 5}
@@ -257,7 +257,7 @@ def test_nan_stops_the_run_and_keeps_the_batch(tmp_path):
     assert kept["step"] == 8
     assert np.isnan(kept["x"][3]).all()
     assert not np.isnan(kept["x"][2]).any()
-    # Step 8 was due to be saved; the newest is the state before the poison.
+    # Step 8 was due; the newest checkpoint precedes the NaN.
     assert checkpoint.list_steps(tmp_path / "checkpoints") == [4]
     assert all(step <= 8 for _, step in read_curves(tmp_path))
 
@@ -296,7 +296,7 @@ def test_errors_of_data_and_metrics_name_their_field(tmp_path):
 
 
 def test_the_best_is_saved_when_found(tmp_path):
-    """Evaluations that fall between the regular checkpoints."""
+    """Evaluations fall between the regular checkpoints."""
     best = {"every": 100, "best_metric": "error", "best_mode": "min"}
     run(tmp_path, make_config(12, train={"eval_every": 5}, checkpoint=best))
     assert checkpoint.list_steps(tmp_path / "checkpoints") == [5, 10, 12]
@@ -329,7 +329,7 @@ def test_a_trace_that_cannot_be_taken_is_reported(tmp_path, caplog):
         caplog.clear()
         Profiler(folder, section, done)
         assert (f"profile_start={first}" in caplog.text) == warned
-        folder.mkdir()  # of a start before
+        folder.mkdir()  # left by an earlier start
         caplog.clear()
         Profiler(folder, section, done)
         assert not caplog.text
@@ -341,7 +341,7 @@ def too_much(*_, **__):
 
 @pytest.mark.parametrize("where", ["training", "evaluating"])
 def test_out_of_memory_names_causes_and_settings(tmp_path, monkeypatch, where):
-    """In training accumulation helps, in an evaluation it does not."""
+    """Accumulation is suggested in training, not in evaluation."""
     if where == "training":
         monkeypatch.setattr(loop._Run, "_look_at", too_much)
     else:
@@ -380,7 +380,7 @@ def test_durations_have_two_units():
     assert {seconds: timing.format_seconds(seconds) for seconds in spelled} == spelled
 
 
-# Given weights, and weights that are published
+# Initial weights and published weights
 
 
 def publishing(folder, steps, **hooks):
@@ -402,12 +402,12 @@ def test_a_run_starts_from_given_weights_and_publishes_at_step_0_and_every_few(t
     np.testing.assert_array_equal(seen[0], np.full(4, 7.0))
     assert list(seen) == [0, 3, 6]
     publishing(tmp_path, 12, initial_params=initial_params, publish=publish)
-    assert len(asked) == 1  # a run that continues has weights of its own
+    assert len(asked) == 1  # a resumed run has its weights
     assert list(seen) == [0, 3, 6, 9, 12]
 
 
 def test_nothing_is_lost_by_a_kill_while_publishing(tmp_path):
-    """Step 3 fails while it is published: the next start publishes it again."""
+    """Publishing step 3 fails; the next start publishes it again."""
     published = []
 
     def interrupted(step, params):

@@ -1,4 +1,4 @@
-"""The optimizer against what the release's `model/optimization.py` computes, in numpy."""
+"""Optimizer against a numpy version of the official code's `model/optimization.py`."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ def draw(seed: int, size: float = 1.0):
 
 
 def numpy_run(section: OptimizerSection, steps: int, gradients: list[dict]) -> dict:
-    """Adam with decoupled decay, one parameter at a time, in float64."""
+    """Runs Adam with decoupled weight decay in float64, one parameter at a time."""
     params = {name: np.float64(p) for name, p in flatten(draw(0)).items()}
     m = {name: np.zeros_like(p) for name, p in params.items()}
     v = {name: np.zeros_like(p) for name, p in params.items()}
@@ -101,7 +101,7 @@ def test_updates_follow_the_formulas(section):
 
 
 def test_release_schedule():
-    """0 at step 0; at the end of the warm-up a hundredth below the nominal peak; 0 at the end."""
+    """Zero at step 0; 1% below the nominal peak after warm-up; zero at the end."""
     section = OptimizerSection(learning_rate=3e-4, warmup_steps=10_000, decay_during_warmup=True)
     schedule = make_schedule(section, 1_000_000)
     assert float(schedule(0)) == 0.0
@@ -133,7 +133,7 @@ def test_schedule_stays_between_zero_and_peak(steps, warmup, decay_to, at, durin
 
 
 def test_without_a_warm_up_every_rate_is_a_number():
-    """As of a fine-tuning of few steps, whatever the schedule of its config."""
+    """For every schedule, as in fine-tuning with few steps."""
     for name in SCHEDULES:
         schedule = make_schedule(OptimizerSection(schedule=name), 8, warmup_steps=0)
         rates = np.asarray(schedule(np.arange(8)))
@@ -171,7 +171,7 @@ def test_adafactor_follows_its_paper():
     ours = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
     state = optimizer.init(ours)
     sizes = [leaf.size for leaf in jax.tree.leaves(state)]
-    assert sum(sizes) < 2 * (130 + 140) + 140 + 20  # a row and a column, not a matrix
+    assert sum(sizes) < 2 * (130 + 140) + 140 + 20  # a row and a column vector instead of a matrix
     theirs = flatten(params)
     rows, columns, whole = np.zeros(130), np.zeros(140), np.zeros(140)
 
@@ -201,7 +201,7 @@ def test_adafactor_follows_its_paper():
 
 
 def test_state_has_one_structure_for_all_settings():
-    """So a run can change its optimizer and continue."""
+    """The optimizer settings of a run can change on resume."""
     muon = OptimizerSection(method="muon")
     for first, params, changes in (
         (OptimizerSection(), draw(0), [{"bias_correction": False, "decay_during_warmup": True},
@@ -214,7 +214,7 @@ def test_state_has_one_structure_for_all_settings():
 
 
 def test_layer_wise_rates_of_the_official_code():
-    """As `model/optimization.py` has them: 12 layers, decay 0.8; stages count their layers on."""
+    """`model/optimization.py`: 12 layers, decay 0.8; stages continue the layer count."""
     shapes = {
         "embeddings": {"word": {"embedding": (5, 3)}},
         "encoder": {
@@ -242,7 +242,7 @@ def test_layer_wise_rates_of_the_official_code():
 
 
 def test_an_optimizer_with_an_injected_rate_does_the_same():
-    """As fine-tuning passes it, and with the schedule compiled in."""
+    """Compares the injected learning rate, as in fine-tuning, with a compiled schedule."""
     whole, injected = make_optimizer(RELEASE, 10), make_told_optimizer(RELEASE, 1.0)
     params, schedule = draw(0), make_schedule(RELEASE, 10)
     states = whole.init(params), injected.init(params)
@@ -255,13 +255,13 @@ def test_an_optimizer_with_an_injected_rate_does_the_same():
             np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-# Muon, against its definition, computed by singular values and in float64
+# Muon against its definition, by singular values in float64
 
 ADAM = functools.partial(optax.scale_by_adam, b1=0.9, b2=0.999, eps=1e-6)
 
 
 def layers(*arrays: np.ndarray) -> dict:
-    """Parameters of one stage, a kernel each, as a model has them."""
+    """Returns the parameters of one stage with one kernel, in the layout of a model."""
     kernels = {f"d{i}": {"kernel": jnp.asarray(x, jnp.float32)} for i, x in enumerate(arrays)}
     return {"encoder": {"stages": {"0": kernels}}}
 
@@ -283,7 +283,7 @@ def newton_schulz(x: np.ndarray) -> np.ndarray:
 
 
 def test_three_updates_by_hand():
-    """Of two layers with two groups: each matrix for itself."""
+    """Two layers with two groups: each matrix is orthogonalized separately."""
     rng = np.random.default_rng(0)
     p = rng.normal(size=(2, 2, 24, 40))
     optimizer = scale_by_muon(ADAM())
@@ -293,7 +293,7 @@ def test_three_updates_by_hand():
         g = rng.normal(size=p.shape)
         updates, state = jax.jit(optimizer.update)(layers(g), state, params)
         momentum = 0.95 * momentum + 0.05 * g
-        # Nesterov with the bias taken out: the momentum as it will be one step on.
+        # Bias-corrected Nesterov momentum.
         ahead = 0.95 * momentum / (1 - 0.95 ** (step + 1)) + 0.05 * g / (1 - 0.95**step)
         matrices = [0.2 * np.sqrt(40) * newton_schulz(m) for m in ahead.reshape(4, 24, 40)]
         actual = updates["encoder"]["stages"]["0"]["d0"]["kernel"]
@@ -309,7 +309,7 @@ def test_three_updates_by_hand():
 def test_singular_values_come_near_one_and_directions_stay(layers_, inputs, outputs, seed):
     rng = np.random.default_rng(seed)
     g = rng.normal(size=(layers_, inputs, outputs))
-    # Far from singular: five steps do not bring the smallest values up to 1.
+    # Well-conditioned: five iterations do not bring the smallest singular values to 1.
     u, values, v = np.linalg.svd(g, full_matrices=False)
     g = u * np.clip(values, 0.2 * values.max(), None)[:, None, :] @ v
     update = first_update(layers(g), layers(g))["encoder"]["stages"]["0"]["d0"]["kernel"]

@@ -51,7 +51,7 @@ def finish(process) -> tuple[int, str]:
 
 
 def complete(workdir, *arguments) -> str:
-    """The output of a run that comes to its end."""
+    """Waits for a run to finish; returns its output."""
     code, text = finish(start(workdir, *arguments))
     assert code == 0, text
     return text
@@ -67,7 +67,7 @@ def wait_until(process, condition) -> None:
 
 
 def wait_for_line(workdir, step: int, process) -> None:
-    """Until metrics.jsonl has a line of `step` or later."""
+    """Waits until metrics.jsonl has a line of `step` or later."""
     file = workdir / "metrics.jsonl"
 
     def is_there():
@@ -78,7 +78,7 @@ def wait_for_line(workdir, step: int, process) -> None:
 
 
 def assert_close(first, second, step):
-    """The same data, and the same parameters but for rounding."""
+    """Asserts equal data and parameters within rounding."""
     one, two = (checkpoint_reading.load_arrays(w / "checkpoints", step)[1] for w in (first, second))
     assert one["data"].tobytes() == two["data"].tobytes()
     for name in one:
@@ -87,7 +87,7 @@ def assert_close(first, second, step):
 
 @pytest.mark.parametrize(("number", "ends"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_ends(tmp_path, number, ends):
-    """With a code that a finished run does not have: a launcher restarts it after SIGTERM."""
+    """Launchers restart after the exit code of SIGTERM, which differs from success."""
     process = start(tmp_path, "--steps=100000", "--seconds=0.01")
     wait_for_line(tmp_path, 3, process)
     process.send_signal(number)
@@ -109,7 +109,7 @@ def test_a_signal_saves_and_ends(tmp_path, number, ends):
     ],
 )
 def test_a_stopped_run_ends_with_a_code_of_its_own(monkeypatch, tmp_path, recipe, flags, by, code):
-    """Not with 0, which a scheduler takes for finished."""
+    """A scheduler takes exit code 0 for a finished run."""
 
     def run(*arguments):
         if recipe == "finetune":
@@ -147,7 +147,7 @@ def test_a_second_signal_kills_a_step_that_hangs_and_an_echo_does_not(tmp_path):
 
 
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
-    """The first batch does not come, as a program that is compiled for minutes does not."""
+    """The first batch never arrives, as during a long compilation."""
     arguments = ("--steps=10", f"--cache={tmp_path / 'cache'}")
     for step in (0, 5):
         process = start(tmp_path, *arguments, f"--hold={step}")
@@ -163,7 +163,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
 
 
 def test_a_full_disk_is_one_error_and_keeps_saved_checkpoints(tmp_path):
-    """A limit on file sizes: the 80 kB of parameters do not fit, the lines of the report do."""
+    """A file size limit fits the report's lines but not the 80 kB of parameters."""
     model = "--features=20000"
     complete(tmp_path, "--steps=5", model)
     _, before = checkpoint_reading.load_arrays(tmp_path / "checkpoints", 5)
@@ -179,10 +179,10 @@ def test_a_full_disk_is_one_error_and_keeps_saved_checkpoints(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_killed_twenty_times_is_the_same_run(tmp_path):
-    """kill -9 at random moments: while starting, in steps, in evaluations, in saves.
+    """Kills a run at random moments: startup, steps, evaluations and saves.
 
-    Each start may draw 50 batches more than the one before, so that none finishes however fast
-    the machine is.
+    Each start may draw 50 batches more than the previous one, so that fast machines do not finish
+    early.
     """
     arguments = ("--steps=1000", "--seconds=0.005", f"--cache={tmp_path / 'cache'}")
     complete(tmp_path / "straight", *arguments)
@@ -218,8 +218,9 @@ def test_a_run_killed_twenty_times_is_the_same_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_two_processes_are_one_run(tmp_path, number):
-    """A signal to one stops both at one step, long before the next line of the log; one process
-    alone continues from there.
+    """A signal to one process stops both at one step, before the next log line.
+
+    One process alone then resumes.
     """
     arguments = ("--steps=300", "--seconds=0.02", "--log-every=1000")
     workdir = tmp_path / "both"

@@ -1,4 +1,4 @@
-"""What a program says of its state before there is one, and what its functions leave alone."""
+"""Train state: announced and actual structure, and functions that do not change their inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ MESH = MeshSection(data=2, fsdp=2, tensor=2)
 
 
 def told(runs: int | None, mesh=MESH) -> Program:
-    """Of runs that share it: a seed each, one rate, and a factor of the loss as a constant."""
+    """Task with a distinct seed per run, one rate, and a constant loss factor."""
     task = mlp_task()
 
     class Told:
@@ -44,7 +44,7 @@ def assert_is(abstract, state):
 
 @pytest.mark.parametrize("runs", [None, 3])
 def test_the_state_is_what_was_announced(runs):
-    """Born by `init`, made by `start`, and after a step: structure, shapes, types and places."""
+    """`init`, `start` and a step agree in structure, shapes, dtypes and shardings."""
     program = told(runs)
     keys = jax.random.key(0) if runs is None else jax.random.split(jax.random.key(0), runs)
     with jax.set_mesh(program.mesh):
@@ -68,7 +68,7 @@ def test_the_state_is_what_was_announced(runs):
 
 
 def test_runs_together_do_what_each_does_alone():
-    """On eight devices; with a seed, and so an initialization and a draw, of their own."""
+    """Eight devices; each run has its own seed for initialization and sampling."""
     seeds = [4, 7]
     together, alone = told(2), told(None)
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
@@ -106,7 +106,7 @@ def test_an_evaluation_donates_nothing_and_a_step_its_state():
 
 
 def test_given_parameters_are_left_as_they_are():
-    """The same arrays start many runs, whose steps donate what they were put into."""
+    """Many runs start from the same arrays, although steps donate their state."""
     program = told(None, MeshSection(data=1, fsdp=2, tensor=4))
     rows = make_rows(0, FEATURES)
     with jax.set_mesh(program.mesh):
@@ -123,7 +123,7 @@ def test_given_parameters_are_left_as_they_are():
 @pytest.mark.slow
 @needs_libtpu
 def test_a_program_for_a_topology_runs_nothing():
-    """Of devices that are not here: shapes, places and the compiled steps, but no arrays."""
+    """Absent devices: shapes, shardings and compiled steps, but no arrays."""
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")

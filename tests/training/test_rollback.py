@@ -1,4 +1,4 @@
-"""Going back after a bad step."""
+"""Rollback after a bad step."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ STEPS = 12
 
 
 class Without(Rows):
-    """The rows of `Rows` with some left out, as a run that passes over them should see them."""
+    """`Rows` without some batches, as seen by a run that skips them."""
 
     def __init__(self, *left_out):
         super().__init__()
@@ -32,7 +32,7 @@ class Without(Rows):
 
 
 class Poisoned(Rows):
-    """Several batches that are not finite, or whose loss is many times the usual."""
+    """Batches with non-finite values or with a loss far above the usual."""
 
     def __init__(self, *places, value=np.nan, features=4):
         super().__init__(features=features)
@@ -54,19 +54,19 @@ def same(first, second) -> None:
 
 
 def lines(folder) -> list[dict]:
-    """Of metrics.jsonl, without what depends on the clock."""
+    """Returns the lines of metrics.jsonl without timings."""
     read = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     clock = ("per_second", "mfu", "time", "memory", "seconds")
     return [{k: v for k, v in line.items() if not any(c in k for c in clock)} for line in read]
 
 
 def test_a_run_goes_back_and_past_the_batch(tmp_path, caplog):
-    """Checkpoints are at 4 and 8: batch 7 takes 5 and 6 with it, which were between."""
+    """Checkpoints exist at 4 and 8; batch 7 also discards batches 5 and 6."""
     with caplog.at_level("WARNING", "absl"):
         went_back = run(tmp_path / "back", config_of(), batches=Poisoned(7))
     same(went_back, run(tmp_path / "without", config_of(), batches=Without(5, 6, 7)))
     (record,) = [r for r in caplog.records if "rollback" in r.getMessage()]
-    assert record.args[2:] == (3, 1, 3)  # batches, rollbacks so far and at most
+    assert record.args[2:] == (3, 1, 3)  # bad batches, rollbacks so far, maximum
     assert json.loads((tmp_path / "back" / "skipped_batches.json").read_text()) == {
         "skipped": [{"after": 4, "batches": 3}]
     }
@@ -87,7 +87,7 @@ def test_before_the_first_checkpoint_and_twice_from_one(tmp_path, poisoned, pass
 
 @pytest.mark.parametrize("lost", [(12,), (8, 12)])
 def test_a_start_after_a_kill_passes_over_the_same(tmp_path, lost):
-    """From the checkpoint that it went back to, and from one behind it."""
+    """Resumes from the checkpoint of the rollback and from a later one."""
     whole = run(tmp_path / "run", config_of(), batches=Poisoned(7))
     for step in lost:
         shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
@@ -104,7 +104,7 @@ def test_it_gives_up(tmp_path):
 
 
 def test_a_rollback_frees_the_state_before_it(tmp_path, monkeypatch):
-    features, live = 37, []  # a size that nothing else has
+    features, live = 37, []  # a size that no other array has
     restore = loop.Checkpoints.restore
 
     def count(self, abstract):
@@ -146,7 +146,7 @@ def test_a_spike_is_as_bad(tmp_path, caplog):
 
 
 def test_what_the_guard_remembers_is_kept():
-    """Cut anywhere, it judges as one that was never cut."""
+    """An interrupted guard decides like an uninterrupted one."""
     losses = [1.0 + 0.1 * (i % 7) for i in range(150)] + [9.0]
     whole = rollback.LossGuard(5.0)
     for loss in losses[:-1]:
@@ -183,7 +183,7 @@ def test_the_first_evaluation_may_compile_as_long_as_the_first_step(tmp_path, mo
     evaluate = loop.evaluation_lib.run
 
     def slow(task, step, params, batches, **options):
-        batches = list(batches)  # beats, before anything is compiled
+        batches = list(batches)  # heartbeats come before any compilation
         if not silences:
             silences.append(time.sleep(3))
         return evaluate(task, step, params, batches, **options)

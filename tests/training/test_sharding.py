@@ -1,4 +1,4 @@
-"""Meshes, rules, and eight devices doing what one does."""
+"""Meshes and partition rules; eight devices compute the same as one."""
 
 import dataclasses
 import functools
@@ -20,11 +20,11 @@ from convbert_jax.training.sharding import ShardingError
 from tests.refusals import refused
 from tests.training.tiny_run import FEATURES, make_config, make_rows, mlp_task
 
-RULES = (*sharding_rules(Config().encoder), *sharding.RULES)  # of a ConvBERT
+RULES = (*sharding_rules(Config().encoder), *sharding.RULES)  # rules of a ConvBERT
 
 
 def start(mesh, task, accumulation: int = 1, **changes):
-    """Program and state of a task on a mesh; `changes` are of the optimizer's section."""
+    """Returns program and state of a task on a mesh; `changes` apply to the optimizer section."""
     config = make_config(100, train={"accumulation": accumulation}, optimizer=changes)
     program = make_program(task, config, mesh)
     with jax.set_mesh(mesh):
@@ -43,7 +43,7 @@ def train_three(mesh, task, accumulation: int = 1, **changes):
 
 
 def assert_close(first, second, bound=1e-5):
-    """Every leaf within `bound` of its largest value."""
+    """Asserts that every leaf agrees within `bound` of its largest value."""
     for (path, a), (_, b) in zip(
         jax.tree_util.tree_leaves_with_path(first),
         jax.tree_util.tree_leaves_with_path(second),
@@ -68,15 +68,16 @@ def on_one_device(accumulation: int):
     ids=["data", "fsdp", "all axes, accumulated"],
 )
 def test_eight_devices_do_what_one_does(mesh, accumulation):
-    """Parameters, both moments (that is, gradients), metrics and gradient norm."""
+    """Compares parameters, both moments, metrics and gradient norm."""
     eight = train_three(sharding.make_mesh(mesh), mlp_task(), accumulation)
     assert_close(on_one_device(accumulation), eight)
 
 
 @pytest.mark.parametrize("method", ["adafactor", "muon"])
 def test_other_optimizers_on_eight_devices_do_what_they_do_on_one(method):
-    """What a step sums over a whole matrix lies on several devices. Muon's five products of a
-    matrix with itself, three steps of them, multiply roundings: 1.2e-5 with jax 0.12.
+    """Sums over a whole matrix are split over devices.
+
+    Three steps with Muon's five matrix products amplify rounding: 1.2e-5 with jax 0.12.
     """
     one = train_three(sharding.make_mesh(ONE, jax.devices()[:1]), mlp_task(), method=method)
     mesh = sharding.make_mesh(MeshSection(fsdp=2, tensor=2))
@@ -88,7 +89,7 @@ def test_accumulation_is_the_whole_batch():
 
 
 def test_parts_of_a_batch_count_by_the_weight_of_their_loss():
-    """A part with few tokens, or none, counts for as many as it has."""
+    """Microbatches are weighted by their number of tokens, which may be zero."""
     task = mlp_task()
 
     def loss(params, batch, key):
@@ -102,7 +103,7 @@ def test_parts_of_a_batch_count_by_the_weight_of_their_loss():
 
 
 def weighted_task():
-    """A loss that is divided by the weight of its rows, which differs from part to part."""
+    """Task whose loss is divided by the rows' weights, which differ by microbatch."""
     task = mlp_task()
 
     def loss(params, batch, key):
@@ -115,7 +116,7 @@ def weighted_task():
 
 
 def test_replicas_normalize_and_clip_alone_as_in_the_release():
-    """The sum of eight gradients, each of a mean of its own and clipped, goes to Adam."""
+    """Adam gets the sum of eight separately normalized and clipped gradients."""
     task, clip = weighted_task(), 6.0
     fields = {"release_replicas": 8, "clip_norm": clip, "bias_correction": False}
     mesh = sharding.make_mesh(ONE, jax.devices()[:1])
@@ -148,7 +149,7 @@ def test_replicas_are_the_same_on_eight_devices_and_in_microbatches():
 
 
 def test_microbatches_draw_different_randomness():
-    """The loss is a random number: two microbatches must not repeat one draw."""
+    """The loss is a random number, which must differ between microbatches."""
     task = dataclasses.replace(
         mlp_task(),
         loss=lambda params, batch, key: (
@@ -203,8 +204,8 @@ LAYER = {
     "mixer/query/kernel": COLUMNS,
     "mixer/value/kernel": COLUMNS,
 }
-# The parameters of base that fsdp=2, tensor=2 divide; all others are on every device. The
-# generator's filters, 128 x 18, are too small to be divided.
+# Parameters of base that fsdp=2, tensor=2 shard; all others are replicated. The generator's
+# filters, 128 x 18, are too small to shard.
 BASE = {
     **{f"discriminator/stages/0/{name}": spec for name, spec in LAYER.items()},
     "discriminator_head/dense/kernel": P("fsdp", None),
@@ -218,7 +219,7 @@ BASE = {
 
 
 def test_where_every_parameter_of_base_lies():
-    """And its moments; a change here changes what a device holds and what is sent each step."""
+    """Includes the optimizer moments; a change here alters memory and communication per step."""
     config = from_config_dict(base.get_config())
     task = build_task(config, SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4), jax.devices()[0])
     mesh = sharding.make_mesh(MeshSection(fsdp=2, tensor=2))
@@ -260,7 +261,7 @@ def test_mesh_takes_what_is_left():
 
 @dataclasses.dataclass(frozen=True)
 class OfSlice:
-    """A device as mesh_utils asks for it; two slices of four, dealt out of order."""
+    """Simulated device for mesh_utils: two slices of four, out of order."""
 
     id: int
     platform: str = "cpu"
@@ -274,7 +275,7 @@ class OfSlice:
 
 
 def test_slices_lie_along_data():
-    """What goes over fsdp, tensor and sequence stays within a slice."""
+    """Communication over fsdp, tensor and sequence stays within a slice."""
     devices = [OfSlice(i) for i in range(8)]
     assert sharding.count_slices(devices) == 2
     with pytest.MonkeyPatch.context() as patch:
@@ -310,7 +311,7 @@ def test_rows_that_do_not_split_are_refused():
 
 
 def test_processes_that_would_share_rows_are_refused(monkeypatch):
-    """Each reads rows of its own, so a row's positions lie on the devices of one."""
+    """Each process reads separate rows, so it must own all positions of a row."""
     mesh = sharding.make_mesh(MeshSection(data=2, sequence=4))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     sharding.check_batch_size(16, 1, mesh)

@@ -1,6 +1,4 @@
-"""Models of milliseconds, and a whole run of one as a process:
-`python -m tests.training.tiny_run WORKDIR --steps=20`.
-"""
+"""Tiny models, and a run of one: `python -m tests.training.tiny_run WORKDIR --steps=20`."""
 
 import argparse
 import contextlib
@@ -28,7 +26,7 @@ FEATURES = 128
 
 
 class Rows:
-    """Endless batches, each a function of its position."""
+    """Endless batches, each determined by its position."""
 
     def __init__(
         self,
@@ -75,7 +73,7 @@ def rows_of_this_process(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def evaluation(batches: int = 3, features: int = 4):
-    """Held-out rows; of the last batch only five are real."""
+    """Returns held-out rows; the last batch has five real rows."""
     for index in range(batches):
         rows = make_rows(10_000 + index, features)
         if index == batches - 1:
@@ -84,7 +82,7 @@ def evaluation(batches: int = 3, features: int = 4):
 
 
 def _sums(errors, weight):
-    # The second metric is of vectors, summed and never divided here.
+    # The second metric is a vector that is summed and never divided here.
     counts = jnp.stack([(errors < 1.0) * weight, (errors >= 1.0) * weight]).sum(1)
     return {"error": ((errors * weight).sum(), weight.sum()), "counts": (counts, counts)}
 
@@ -102,7 +100,7 @@ EVALUATOR = Evaluator(("error",), lambda: {"error": (0.0, 0.0)}, _add, _summariz
 
 
 def linear_task(*, noise: float = 0.1, features: int = 4, health=None) -> Task:
-    """y = x . kernel + bias should be the sum of x plus one; `noise` on x in training."""
+    """Returns a task that fits y = x . kernel + bias to sum(x) + 1; `noise` is added to x."""
 
     def errors(params, x):
         prediction = x @ params["dense"]["kernel"] + params["dense"]["bias"]
@@ -132,7 +130,7 @@ def linear_task(*, noise: float = 0.1, features: int = 4, health=None) -> Task:
 
 
 def mlp_task() -> Task:
-    """Kernels large enough to be split over devices, in a stack of two layers."""
+    """Returns a task with kernels large enough to shard, in a stack of two layers."""
 
     def forward(params, x):
         hidden = x
@@ -162,7 +160,7 @@ def mlp_task() -> Task:
 
 
 def make_config(steps: int = 12, **changes) -> Config:
-    """A config of the tiny run; `changes` as `section=dict(field=value)`."""
+    """Returns the config of the tiny run; `changes` have the form `section=dict(field=value)`."""
     config = Config()
     defaults = {
         "train": {"steps": steps, "batch_size": ROWS, "log_every": 2, "eval_every": 4},

@@ -1,4 +1,4 @@
-"""Checkpoints: exact on any mesh, never half, and never silently from scratch."""
+"""Checkpoints: exact across meshes, never partial, and no silent restart from scratch."""
 
 import errno
 import json
@@ -35,7 +35,7 @@ def values(seed: int):
 
 
 def make_state(step: int, mesh, seed: int | None = None) -> TrainState:
-    """A state as of an optimizer with one moment and a count."""
+    """Returns a state with one optimizer moment and a count."""
     params = values(step if seed is None else seed)
     moments = {"mean": jax.tree.map(lambda p: p * 2, params), "count": np.int32(step)}
     state = TrainState(np.int32(step), params, (moments,))
@@ -63,7 +63,7 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def saved(mesh, tmp_path_factory) -> pathlib.Path:
-    """A directory with checkpoints of steps 1, 2 and 3; copy it before changing it."""
+    """Directory with checkpoints of steps 1, 2 and 3; tests copy it before changing it."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     checkpoints = Checkpoints(folder, SECTION)
     for step in (1, 2, 3):
@@ -106,7 +106,7 @@ def test_eight_devices_to_one_and_back(saved, mesh, tmp_path):
 
 
 def test_any_mesh_to_any_other(tmp_path):
-    """Bit for bit, and each array lies where the second mesh has it."""
+    """Values are bitwise equal, and arrays have the sharding of the second mesh."""
     for index, (first, second) in enumerate((
         ({"tensor": 4, "data": 2}, {"fsdp": 8}),
         ({"sequence": 2, "fsdp": 4}, {"tensor": 2, "data": 4}),
@@ -130,7 +130,7 @@ def test_any_mesh_to_any_other(tmp_path):
 
 
 def test_the_next_step_does_not_disturb_a_save(tmp_path, mesh):
-    """The step donates its state while the checkpoint is still being written."""
+    """The next step donates its state while the checkpoint is being written."""
     state = make_state(1, mesh)
     change = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
     checkpoints = Checkpoints(tmp_path, CheckpointSection())
@@ -142,7 +142,7 @@ def test_the_next_step_does_not_disturb_a_save(tmp_path, mesh):
 
 
 def test_what_is_kept(tmp_path, mesh):
-    """The newest two, every fourth, and the best."""
+    """Keeps the newest two, every fourth, and the best."""
     section = CheckpointSection(keep=2, keep_every=4, best_metric="auc", best_mode="max")
     checkpoints = Checkpoints(tmp_path, section)
     scores = {2: 0.7, 3: 0.9, 5: 0.8, 6: float("nan"), 9: 0.6}
@@ -321,7 +321,7 @@ def test_a_changed_metric_does_not_make_the_best(folder, caplog):
 
 
 def test_a_checkpoint_that_says_no_shapes_is_read(folder, mesh):
-    """As they were written before."""
+    """Checkpoints of earlier versions had no shapes."""
     file = folder / "3" / "_CHECKPOINT_METADATA"
     metadata = json.loads(file.read_text())
     for name in ("arrays", "metrics"):
@@ -363,7 +363,7 @@ def test_checksums_see_any_bit_and_any_exchange(index, bit, other):
 
 
 def test_a_full_disk_is_one_sentence_however_often_it_is_told(tmp_path, mesh, monkeypatch):
-    """Orbax raises the error of its thread from `wait`, and at times again from `close`."""
+    """Orbax raises the thread's error from `wait` and sometimes again from `close`."""
     saver = Checkpoints(tmp_path, SECTION)
     saver.save(make_state(1, mesh), {})
 

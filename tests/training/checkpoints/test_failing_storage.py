@@ -1,4 +1,4 @@
-"""Storage that fails now and then, or always, under checkpoints."""
+"""Checkpoints on storage that fails temporarily or permanently."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Steps whose checkpoints cannot be written, as on a disk that fails; fill it."""
+    """Set of steps whose checkpoint writes fail; tests fill it."""
     steps = []
     open_ = backend._OsPathBackend.open
 
@@ -39,7 +39,7 @@ def failing(monkeypatch):
         return open_(self, path, mode)
 
     monkeypatch.setattr(backend._OsPathBackend, "open", fail)
-    # Orbax's threads would hold the process of the tests so long at its end: 5 minutes else.
+    # Otherwise Orbax's threads delay the exit of the test process by 5 minutes.
     for module in (of_handlers, of_steps):
         monkeypatch.setattr(module, "coordination_timeout", lambda: 10)
     return steps
@@ -127,7 +127,7 @@ runpy.run_module("tests.training.tiny_run", run_name="__main__", alter_sys=True)
     ("failing", "code", "kept"), [((10,), 0, [5, 15, 20]), ((10, 15, 20), 1, [5])]
 )
 def test_threads_of_a_save_that_failed_do_not_hold_the_process(tmp_path, failing, code, kept):
-    """Orbax's wait five minutes for a folder that could not be made."""
+    """Orbax waits five minutes for a folder that could not be created."""
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK.format(steps=failing, folder=str(tmp_path))],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=200,

@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket, on a server that TensorStore takes for Google's."""
+"""Checkpoints in a bucket, on a local server that TensorStore treats as Google Cloud Storage."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def assert_same(first, second):
 
 @pytest.mark.parametrize("last", ["8/params/_sharding", "8/opt_state/manifest.ocdbt"])
 def test_killed_in_a_save_it_goes_on_to_the_same_bits(workdir, server, caplog, tmp_path, last):
-    """The bucket as it is when the process ends while it writes one of its objects."""
+    """The bucket is copied as if the process had ended while writing one of its objects."""
     cut = tmp_path / "cut"
 
     def look(method, name):
@@ -111,7 +111,7 @@ def test_a_bucket_that_cannot_be_read_now_keeps_its_newest(workdir, server):
 
 
 def test_a_slow_save_stops_no_step_and_is_whole_at_the_end(workdir, server):
-    """Of step 4 nothing is written before batch 7 is drawn; of step 8, the last, not at once."""
+    """Writing of step 4 is delayed until batch 7 is drawn; the last save, step 8, is slow too."""
     drawn = threading.Event()
 
     def slow(method, name):

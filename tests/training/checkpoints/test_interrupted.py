@@ -1,4 +1,4 @@
-"""Signals and passing faults while a checkpoint is read."""
+"""Signals and temporary faults during a checkpoint read."""
 
 import shutil
 import signal
@@ -52,7 +52,7 @@ USES = {
 
 
 def count_calls(function: Callable[[], object]) -> int:
-    """Calls and returns of the main thread in `function`."""
+    """Counts calls and returns of the main thread in `function`."""
     count = 0
 
     def hook(*_):
@@ -68,7 +68,7 @@ def count_calls(function: Callable[[], object]) -> int:
 
 
 def interrupt(function: Callable[[], object], moment: int, number: int) -> str:
-    """What `function` raises if a signal arrives at its call or return `moment`; "" for nothing."""
+    """Returns the error that `function` raises for a signal at call or return `moment`, or ""."""
     left = moment
 
     def hook(*_):
@@ -78,12 +78,12 @@ def interrupt(function: Callable[[], object], moment: int, number: int) -> str:
             sys.setprofile(None)
             signal.raise_signal(number)
 
-    # Not in time to end the tests, as it ends a program at a second signal.
+    # Long delays, so that `handled` does not end the test process.
     with interrupts.handled(report_after=1_000, exit_after=1_000):
         sys.setprofile(hook)
         try:
             function()
-        except BaseException as error:  # pytest itself would end at a KeyboardInterrupt
+        except BaseException as error:  # pytest itself would exit on KeyboardInterrupt
             return type(error).__name__
         finally:
             sys.setprofile(None)

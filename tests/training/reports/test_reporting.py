@@ -1,4 +1,4 @@
-"""Reports: nothing waits for a disk that is full, and what is damaged is a sentence."""
+"""Reports: no hang on a full disk, and clear errors for damaged files."""
 
 import contextlib
 import errno
@@ -27,7 +27,7 @@ from tests.training.tiny_run import linear_task, make_config, run
 
 
 def read_events(folder) -> list[Event]:
-    """All events of a folder, in order of the files' names; checksums are skipped."""
+    """Reads all events of a folder in order of file names, without checking checksums."""
     events = []
     for file in sorted(folder.glob("events.out.tfevents.*")):
         content = file.read_bytes()
@@ -66,18 +66,18 @@ def test_two_files_of_one_second_are_two(tmp_path, monkeypatch):
 
 
 def test_a_start_loads_no_pytorch():
-    """Where it is installed tensorboardX does, for a type in signatures: two seconds."""
+    """tensorboardX imports an installed PyTorch, which takes two seconds."""
     pytest.importorskip("torch")
     code = "import sys, convbert_jax.training.reports.tensorboard; print('torch' in sys.modules)"
     said = subprocess.run(
         [sys.executable, "-c", f"{code}; import torch; print(torch.ones(1).item())"],
         cwd=REPOSITORY, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert said.stdout == "False\n1.0\n"  # and whoever wants it has it afterwards
+    assert said.stdout == "False\n1.0\n"  # still importable later
 
 
 def test_nothing_is_written_by_a_thread(tmp_path, monkeypatch):
-    """A thread dies of a full disk and of a clock that is set back, and nobody sees it."""
+    """A writer thread could die unnoticed, from a full disk or a clock that moves back."""
     before = threading.enumerate()
     with reporter(tmp_path) as report:
         new = [type(t).__module__ for t in threading.enumerate() if t not in before]
@@ -93,7 +93,7 @@ def test_nothing_is_written_by_a_thread(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("number", "flush_seconds"), [(1, -1), (2, 1e9), (3, -1)])
 def test_a_writer_that_fails_is_an_error(tmp_path, monkeypatch, number, flush_seconds):
-    """/dev/full reports that there is no space left when it is flushed."""
+    """Flushing /dev/full raises ENOSPC."""
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
     monkeypatch.setattr(tensorboard, "_FLUSH_SECONDS", flush_seconds)
@@ -115,7 +115,7 @@ def test_a_writer_that_fails_is_an_error(tmp_path, monkeypatch, number, flush_se
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 1500])
 def test_a_file_that_may_not_grow_ends_the_run(tmp_path, limit):
-    """The limit hits the events, the lines or a checkpoint, whichever comes to it first."""
+    """The limit is reached by the events, the metrics lines or a checkpoint."""
     whole = tmp_path / "whole"
     code, text = finish(start(whole, "--steps=7"))
     assert code == 0, text
@@ -135,7 +135,7 @@ def test_a_file_that_may_not_grow_ends_the_run(tmp_path, limit):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 3 MB."""
+    """File system of 3 MB."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount = shutil.which("mount")
@@ -159,8 +159,11 @@ def fill(folder) -> None:
     ["steps", *(pytest.param(m, marks=pytest.mark.slow) for m in ("start", "long after", "stop"))],
 )
 def test_a_full_disk_never_hangs(small_disk, moment):
-    """Filled before the first line, between two saves, while TensorBoard's buffer fills, and while
-    it is asked to stop; then it goes on from what it had."""
+    """The disk fills up at four moments, and the run resumes after each.
+
+    The moments: before the first line, between two saves, while TensorBoard's buffer fills, and
+    during a requested stop.
+    """
     workdir = small_disk / "run"
     code, text = finish(start(workdir, "--steps=6"))
     assert code == 0, text

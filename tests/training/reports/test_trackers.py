@@ -1,4 +1,4 @@
-"""Trackers of experiments: the real ones, told by files; and ones that fail."""
+"""Experiment trackers: real ones, checked by their files, and failing ones."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ def mlflow(tmp_path, monkeypatch):
 
 @pytest.fixture
 def wandb():
-    """It keeps the settings of a process."""
+    """Resets wandb's settings, which are global to the process."""
     wandb = pytest.importorskip("wandb")
     wandb.teardown()
     yield
@@ -72,7 +72,7 @@ def test_wandb_keeps_a_run_on_this_disk_and_goes_on_under_its_name(tmp_path, mon
 def test_a_tracker_that_cannot_start_is_refused_before_a_step(tmp_path, monkeypatch, wandb):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))  # where a key would be
+    monkeypatch.setenv("HOME", str(tmp_path))  # location of an API key
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with refused(ConfigError, "key", field="config.train.tracker", value="wandb"):
@@ -110,7 +110,7 @@ def test_training_continues_if_a_tracker_fails(tmp_path, monkeypatch, caplog, fa
     monkeypatch.setattr(trackers, "check_tracker", lambda name: None)
     told = run(tmp_path / "told", config_of("mlflow", 8))
     alone = run(tmp_path / "alone", config_of("", 8))
-    assert len(heard) == (1 if fails == "add" else 6)  # 4 of intervals, 2 held out
+    assert len(heard) == (1 if fails == "add" else 6)  # 4 intervals, 2 evaluations
     (record,) = [r for r in caplog.records if "no route to host" in r.getMessage()]
     assert record.levelname == "WARNING"
     np.testing.assert_array_equal(
