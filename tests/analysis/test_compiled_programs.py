@@ -50,13 +50,13 @@ def test_operations_of_a_loop_count_as_often_as_it_runs():
     assert {name: (o.times, o.cycles) for name, o in found.items()} == {
         "double": (12, 10.0),
         "kernel.7": (12, None),
-        "sort.1": (1, None),  # nothing estimates it
+        "sort.1": (1, None),  # has no cost estimate
         "last": (1, 5.0),
     }
     assert found["double"].source == "jit(f)/mul"
     kernel = found["kernel.7"].kernel
     assert json.loads(kernel.config) == {"custom_call_config": {"body": "TUw"}}
-    # The first operand was made in VMEM and never leaves it.
+    # The first operand is created in VMEM and stays there.
     assert kernel.operands == ("f32[8,64]{1,0:T(8,128)S(1)}", "f32[8,64]{1,0:T(8,128)}")
     assert kernel.results == ("f32[8,64]{1,0:T(8,128)}",)
 
@@ -89,7 +89,7 @@ HloModule jit_f, is_scheduled=true
   ROOT %sum = f32[] add(%a, %b)
 }
 """
-# A gather that overlaps with products is a part of three fusions, all of one channel.
+# A gather that overlaps with products is split into three fusions with one channel.
 LOOP = """\
 %begins (p: bf16[16,8]) -> bf16[64,8] {
   ROOT %all-gather.1 = bf16[64,8]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=7, replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, dimensions={0}, metadata={op_name="jit(f)/weights"}
@@ -125,8 +125,8 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 """  # noqa: E501
 
 
-# What goes to a SparseCore: a lookup, which the rest of the program starts, feeds and waits for in
-# three places, and a sum over the devices.
+# SparseCore work: a lookup that the program starts, feeds and awaits in three places, and a sum
+# over devices.
 BESIDE = """\
 %looks_up (t: f32[100,8], i: s32[6]) -> f32[6,8] {
   ROOT %custom-call = f32[6,8]{1,0} custom-call(%t, %i), custom_call_target="lookup"
@@ -144,7 +144,7 @@ ENTRY %main (t: f32[100,8]) -> f32[100] {
 """  # noqa: E501
 
 
-# On a TPU7x there is one call more between (libtpu 0.0.52).
+# TPU7x has one more nested call (libtpu 0.0.52).
 CALLED = """\
 %calls (p: f32[100]) -> f32[100] {
   ROOT %custom-call.43 = f32[100]{0:T(128)} custom-call(%p), custom_call_target="TODO(b/522284627)", called_computations={%adds}
@@ -171,7 +171,7 @@ def test_every_form_is_read():
     } == {
         ("all-gather", "fsdp"): (12, 64 * 8 * 2, 4, True, 12 * 1024 * 3 / 4),
         ("reduce-scatter", "fsdp"): (12, 64 * 8 * 4, 4, False, 12 * 2048 * 3 / 4),
-        ("all-reduce", "data"): (1, 460, 2, False, 460),  # twice a half
+        ("all-reduce", "data"): (1, 460, 2, False, 460),  # twice half of it
         ("all-gather", "data+fsdp"): (1, 128, 8, True, 128 * 7 / 8),
         ("collective-permute", "fsdp"): (1, 24, 4, False, 24),
         ("all-reduce", "other"): (1, 40, 2, False, 40),
@@ -181,7 +181,7 @@ def test_every_form_is_read():
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
 def test_groups_have_the_names_of_their_axes(sizes, data):
-    """As any of the three notations writes them; an axis of one device has no name."""
+    """All three notations are parsed; axes with one device are left out."""
     axes = dict(zip("abc", sizes, strict=False))
     wide = [name for name, size in axes.items() if size > 1]
     subsets = [s for n in range(1, len(wide) + 1) for s in itertools.combinations(wide, n)]
@@ -210,8 +210,8 @@ def test_groups_have_the_names_of_their_axes(sizes, data):
         assert found.sent_bytes == pytest.approx(2 * 12 * (size - 1) / size)
 
 
-# As the TPU compiler (libtpu 0.0.52) has the gradient of a matrix over two slices of four chips:
-# summed within a slice, a part of it handed to the host for the other slice.
+# Gradient of a matrix over two slices of four chips, from libtpu 0.0.52: reduced within each slice;
+# one part is sent through the host to the other slice.
 BETWEEN = """\
 ENTRY %main (x: f32[8]) -> f32[8] {
   %part = f32[256,1024]{1,0:T(8,128)} reduce-scatter(%x), channel_id=4, replica_groups={{0,2},{1,3}}, use_global_device_ids=true, dimensions={0}, to_apply=%add
@@ -224,7 +224,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 @pytest.mark.parametrize("slices", [2, 4])
 def test_what_leaves_a_slice_is_told_apart(slices):
-    axes = {"data": 2, "fsdp": 2}  # of one slice
+    axes = {"data": 2, "fsdp": 2}  # within one slice
     found = collectives.find_collectives(HEAD + BETWEEN, axes, slices)
     assert sorted((one.kind, one.axes) for one in found) == [
         ("all-gather", "data"),
@@ -241,7 +241,7 @@ def test_what_leaves_a_slice_is_told_apart(slices):
 @pytest.mark.tpu_compile
 @needs_libtpu
 def test_filters_of_float32_parameters_pass_the_profilers_checks():
-    """A layer's projection is float32. Rounded in the kernel it was refused there."""
+    """Float32 projections pass; the compiler rejected rounding inside the kernel."""
     tokens = jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16)
     projection, bias = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, 18), (18,)))
     ids = jax.ShapeDtypeStruct((2, 128), jnp.int32)
@@ -258,7 +258,7 @@ def test_filters_of_float32_parameters_pass_the_profilers_checks():
 @pytest.mark.tpu_compile
 @needs_libtpu
 def test_the_backward_pass_with_segments_passes_the_profilers_checks():
-    """A selection that a product read out of memory became a masked product, which it refused."""
+    """Masks instead of selections of loaded products, which the compiler rejected."""
     values = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
     filters = jax.ShapeDtypeStruct((1, 128, 2, 7), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, 128), jnp.int32)

@@ -33,7 +33,7 @@ SMALL = dict(hidden=256, embedding=128, heads=4, ffn=1024)
 MEDIUM_SMALL = dict(hidden=384, embedding=128, heads=8, ffn=1536, groups=2)
 BASE = dict(hidden=768, embedding=768, heads=12, ffn=3072, generator=1 / 3, batch=256)
 ATTENTION = BASE | {"mixer": "attention"}
-HEAD = 2 * 128 * (256 + 30_522) * 19 / 128  # of SMALL, 19 of 128 tokens are masked
+HEAD = 2 * 128 * (256 + 30_522) * 19 / 128  # SMALL: 19 of 128 tokens are masked
 
 
 def test_products_per_token():
@@ -60,8 +60,9 @@ def test_products_per_token():
     ],
 )
 def test_the_convention_of_the_paper(sizes, ours, plain, sparse):
-    """As counted by ELECTRA's script: our sizes, attention of these sizes, and ours without
-    counting an embedding lookup as a product with a one-hot vector.
+    """Matches ELECTRA's script with our sizes, with its attention sizes, and without lookup FLOPs.
+
+    ELECTRA's script counts an embedding lookup as a product with a one-hot vector.
     """
     config = sized(**sizes)
     total = flops.training_flops(config, "paper")
@@ -73,7 +74,7 @@ def test_the_convention_of_the_paper(sizes, ours, plain, sparse):
 
 
 def test_published_baselines():
-    """Of ELECTRA's script; medium_small by its formulas."""
+    """Values from ELECTRA's script; medium_small from its formulas."""
     for file, size, total in (
         ("electra", "small", 1.294e18),
         ("electra", "medium_small", 2.159e18),
@@ -99,11 +100,11 @@ def forward(config, **sections) -> float:
 def test_objectives_and_generators():
     config = sized(**SMALL)
     plain = forward(config)
-    # sentence pairs are classified once a row
+    # pairs are classified once per row
     masked = forward(config, recipe="masked_lm")
     pairs = forward(config, recipe="masked_lm", objective={"sentence_pairs": "next"})
     assert 128 * (pairs - masked) == pytest.approx(2 * 256 * 256 + 2 * 256 * 2)
-    # a quarter of the steps is of masked LM
+    # a quarter of the steps is masked LM
     both = forward(config, objective={"masked_lm_steps": config.train.steps // 4})
     assert both - plain == pytest.approx((HEAD - 2 * 256 * 257) / 4)
     uniform = forward(config, generator={"kind": "uniform"})

@@ -1,4 +1,4 @@
-"""Statistics of attention maps and filters against values by hand, and their figures."""
+"""Statistics of attention maps and filters against hand-computed values, and their figures."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def uniform(n):
 
 
 def shifted(n, by):
-    """Every token looks `by` positions ahead, and around the end."""
+    """Returns attention maps in which every token attends `by` positions ahead, cyclically."""
     return np.roll(np.eye(n), by, axis=1)[None]
 
 
@@ -48,7 +48,7 @@ def test_texts_count_by_their_number_of_tokens(lengths):
     assert (first.layer, second.layer) == (0, 2)
     assert sums.texts == len(lengths)
     assert sums.tokens == sum(lengths)
-    # query by query, each of the same weight
+    # weighted equally by query
     near = [
         sum(text[:, i, max(0, i - 4) : i + 5].sum(-1) for i in range(text.shape[-1]))
         for text in texts
@@ -56,7 +56,7 @@ def test_texts_count_by_their_number_of_tokens(lengths):
     np.testing.assert_allclose(first.concentration, sum(near) / sum(lengths))
     np.testing.assert_allclose(second.concentration, sums.chance)
     longest = max(lengths)
-    assert first.mean.shape == (3, longest, longest)  # positions that a text has
+    assert first.mean.shape == (3, longest, longest)  # only positions within texts
     for i, j in [(0, 0), (longest - 1, 0), (longest // 2, longest // 2)]:
         having = [text[:, i, j] for text in texts if max(i, j) < text.shape[-1]]
         np.testing.assert_allclose(first.mean[:, i, j], np.mean(having, axis=0))
@@ -81,7 +81,7 @@ def test_a_word_is_found_as_a_whole_word():
     assert found[1].snippet.endswith("the BANK.")
     assert filters.find("bank", 3, text, places[:5]) == found[:1]  # cut off
     assert not filters.find("b.nk", 3, text, places)
-    marked = np.asarray([(0, 1), (0, 2), (2, 4)])  # a mark of the space, "ba", "nk"
+    marked = np.asarray([(0, 1), (0, 2), (2, 4)])  # token spans: the space marker, "ba", "nk"
     assert filters.find("bank", 0, "bank", marked)[0].token == 2
 
 

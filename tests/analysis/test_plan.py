@@ -1,4 +1,4 @@
-"""Plans: what is read from a compiled step, and the text and numbers made of it."""
+"""Plans: values read from a compiled step, and their text and JSON."""
 
 import dataclasses
 import json
@@ -65,7 +65,7 @@ def test_the_time_of_a_step():
     waited, hidden = (make_step(collectives=(each,)).seconds for each in (REDUCED, GATHERED))
     sent = 12 * 2 * 10e6 * 15 / 16
     assert waited[0] - alone[0] == pytest.approx(sent / 200e9)  # all four links, one way
-    assert waited[1] - alone[1] == pytest.approx(sent / 100e9)  # the two of one axis
+    assert waited[1] - alone[1] == pytest.approx(sent / 100e9)  # two links of one axis
     assert hidden[0] == alone[0]
     assert hidden[1] - alone[1] == pytest.approx(sent / 2 / 100e9)
 
@@ -76,7 +76,7 @@ def test_traffic_between_slices():
     assert step.sent_between_slices == 10e6
     assert step.seconds[0] == alone.seconds[0]
     assert step.seconds[1] - alone.seconds[1] == pytest.approx(10e6 / (6.4e12 / 8 / 256))
-    v4 = dataclasses.replace(step, chip=chips.CHIPS["v4"])  # its network is not known
+    v4 = dataclasses.replace(step, chip=chips.CHIPS["v4"])  # unknown network
     assert v4.seconds == dataclasses.replace(alone, chip=chips.CHIPS["v4"]).seconds
     topology = dataclasses.replace(make_plan().topology, chips=32, slices=2)
     text = describe(make_plan(v4, topology=topology))
@@ -154,7 +154,7 @@ def test_a_search_for_the_largest_batch():
     ):
         (line,) = (line for line in text.splitlines() if f"{rows} rows" in line and "GiB" in line)
         assert re.findall(r"[\d.]+ GiB", line) == memory
-    assert "4.50" in text  # the cost of a row beside the cheapest
+    assert "4.50" in text  # cost per row next to the cheapest
     assert "PREDICTED" in text
     numbers = json.loads(json.dumps(planned.numbers_of_all(first, search, (), plan_text.to_json)))
     assert numbers["largest_batch"]["rows"] == 2048
@@ -207,7 +207,7 @@ def test_memory_is_read_from_errors_of_the_compiler():
 @pytest.mark.parametrize(
     "name",
     ["", "v5e", "v5e:", "v5e:4xx4", "h100:8", "v9:2x2", "tpu:v5e:2x2", "v5e:4X4", "v5e:0x0",
-     "v5p:2x0x2"],  # a side of 0 would end the whole process in the compiler
+     "v5p:2x0x2"],  # the compiler would abort on a side of 0
 )  # fmt: skip
 def test_a_name_that_is_not_a_slice_is_refused(name):
     with refused(ConfigError, "v5e:4x4", field="--topology", value=name):
@@ -255,7 +255,7 @@ def test_the_speed_of_this_cpu_is_measured():
     for _ in range(100):
         jax.block_until_ready(multiply(x, y))
     mean = (time.perf_counter() - begin) / 100
-    # the best of many: at least as fast as their mean, and no faster than any CPU
+    # the best is at least as fast as the mean, and within reach of a CPU
     assert 2 * 256 * 128 * 512 / mean * 0.5 < here.peak < 1e14
     assert here.bytes > 2**28
 

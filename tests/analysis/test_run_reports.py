@@ -1,4 +1,4 @@
-"""What is shown of a run: its config, warnings, held-out text, curves and numbers."""
+"""Contents of a run's report: config, warnings, held-out text, curves and numbers."""
 
 import contextlib
 import json
@@ -73,9 +73,9 @@ def test_memory_of_the_optimizer():
     )
     whole = numbers(adamw, "all")[0]
     assert numbers(adamw, "memory without activations")[0] == round(16 * whole / 2**20)
-    # vectors and matrices with a side below 128 have a moment of their own
+    # vectors and matrices with a side below 128 have separate moments
     assert 8 * whole < numbers(adafactor, "memory without activations")[0] * 2**20 < 11 * whole
-    # one moment for the matrices of the layers: by hand, of the two networks
+    # moments of the layers' matrices in both networks, by hand
     matrices = sum(
         layers * (6 * c * c // 2 + (c // 2) * taps * heads + 2 * c * 4 * c + c * c // 2)
         for layers, c, taps, heads in ((4, 128, 9, 2), (1, 64, 9, 1))
@@ -131,7 +131,7 @@ def test_several_unusual_metrics_and_other_recipes():
         **{"discriminator_auc": 0.5, "mlm_accuracy": 0.0},
     }
     assert [len(warn_replaced_token(step, values)) for step in (499, 1_999, 2_000)] == [0, 1, 3]
-    assert len(warn_replaced_token(2_000, values, uniform=True)) == 2  # nothing learns
+    assert len(warn_replaced_token(2_000, values, uniform=True)) == 2  # neither network learns
     for warn, name, least in ((warn_masked_lm, "mlm", 0.03), (warn_writing, "token", 0.05)):
         found = [
             warn(step, {f"{name}_accuracy": accuracy})
@@ -162,7 +162,7 @@ def test_held_out_text_is_shown_with_replacements_and_predictions():
         [False, True, False, True, False],
     )
     assert lines == ["  the [blue<black]! [dog<cat] sat!s"]
-    pieces = ["[CLS]", "\u2581con", "vert", ".", "[SEP]"]  # of SentencePiece
+    pieces = ["[CLS]", "\u2581con", "vert", ".", "[SEP]"]  # SentencePiece pieces
     assert marked(pieces, pieces, [False] * 5) == ["  [CLS] convert. [SEP]"]
     subwords = pair_subwords(
         ["the", "dog", "sat", "##ting", "on", "mats"],
@@ -234,7 +234,7 @@ def test_a_damaged_metrics_file_is_refused(tmp_path):
         except DamagedFileError:
             damaged += 1
     assert min(read, damaged) > 30
-    file.write_bytes(whole[:-20])  # cut off by a kill
+    file.write_bytes(whole[:-20])  # truncated by a kill
     assert {line["split"] for line in read_metrics(file)} == {"train"}
 
 

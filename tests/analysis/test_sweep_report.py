@@ -1,4 +1,4 @@
-"""The report of a sweep: significance of differences, and its files."""
+"""Report of a sweep: significance of differences, and written files."""
 
 import csv
 import math
@@ -9,7 +9,7 @@ import pytest
 from convbert_jax.analysis import sweep_report
 from convbert_jax.analysis.sweep_report import RunOutcome, SweepOutcome, VariantInfo, comparison
 
-# AUC of each seed: `better` is above `plain` by 0.100, 0.101, 0.099; `noisy` by -0.1, 0.1, 0.3
+# AUC per seed: `better` is above `plain` by 0.100, 0.101, 0.099; `noisy` by -0.1, 0.1, 0.3
 AUC = {
     "plain": (0.60, 0.64, 0.68),
     "better": (0.700, 0.741, 0.779),
@@ -83,12 +83,12 @@ def test_equal_differences_have_no_test(differences, p):
 
 
 def test_p_values_are_corrected_after_holm():
-    # 0.01 x 3; 0.03 x 2; and 0.04 x 1, which may not be less than the one before
+    # 0.01 x 3; 0.03 x 2; and 0.04 x 1, raised to the previous value
     assert comparison.holm([0.01, math.nan, 0.04, 0.03], 3) == pytest.approx(
         [0.03, math.nan, 0.06, 0.06], nan_ok=True
     )
     assert comparison.holm([0.9, 0.8], 2) == [1.0, 1.0]
-    # variants without results count, so that a significant difference stays significant
+    # variants without results count, so adding results later does not weaken significance
     part = make_outcome(runs=tuple(r for r in make_outcome().runs if r.variant != "noisy"))
     better, again = (
         next(one.p_holm for one in comparison.compare_all(outcome) if one.variant == "better")
@@ -119,7 +119,7 @@ def test_which_differences_are_significant():
         ("better", "discriminator_auc"): True,
         ("noisy", "discriminator_auc"): False,
         ("plain", "tokens_per_second"): None,
-        ("better", "tokens_per_second"): False,  # equal bit by bit
+        ("better", "tokens_per_second"): False,  # bitwise equal
         ("noisy", "tokens_per_second"): False,
         ("plain", "test accuracy"): None,
         ("better", "test accuracy"): None,
@@ -129,7 +129,7 @@ def test_which_differences_are_significant():
 
 
 def read_table(text: str, stage: str) -> dict[str, list[str]]:
-    """Variant -> cells of the Markdown table of a stage."""
+    """Returns variant -> cells of the Markdown table of a stage."""
     lines = text.partition(f"## {stage}")[2].partition("##")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
     return {row[0]: row[1:] for row in rows}
@@ -155,7 +155,7 @@ def test_the_files_of_a_report(tmp_path):
     with (tmp_path / "runs.csv").open() as file:
         runs = list(csv.DictReader(file))
     assert len(runs) == 12
-    assert runs[0]["hidden"] == "1.0"  # all metrics, shown or not
+    assert runs[0]["hidden"] == "1.0"  # includes metrics that the report hides
     assert (runs[-1]["state"], runs[-1]["why"]) == ("failed", "out of memory")
     for name in ("means.png", "curves.png"):
         assert f"]({name})" in text
