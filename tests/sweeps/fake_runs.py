@@ -1,4 +1,4 @@
-"""Runs without a process, which take no time."""
+"""Simulated runs that start no process."""
 
 import threading
 import time
@@ -8,11 +8,11 @@ from convbert_jax.sweeps.folder import Folder
 
 
 class FakeRuns:
-    """Executes runs of a sweep.
+    """Simulates the execution of sweep runs.
 
     Attributes:
-      started: ids of the runs that were started, in order.
-      errors: id of a run -> what it prints before it fails.
+      started: ids of started runs, in order.
+      errors: run id -> output of its failure.
       seconds: duration of a run.
     """
 

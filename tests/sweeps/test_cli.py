@@ -1,4 +1,4 @@
-"""Command lines of launch/sweep.py: what they ask for, and what is refused."""
+"""Command line of launch/sweep.py: parsed options and rejected input."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sizes of runs: steps of equal FLOPs, parameters, time and cost."""
+"""Run plans of a sweep: steps for equal FLOPs, parameters, time and cost."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def test_steps_follow_from_flops_and_fractions(folder):
 
 
 def test_the_size_of_a_vocabulary_file_counts(folder, tmp_path):
-    """A run takes the size from the file when it starts."""
+    """The vocabulary size is read from the file, as at the start of a run."""
     path = tmp_path / "vocab.txt"
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     path.write_text("\n".join([*special, *(f"w{i}" for i in range(20_000))]) + "\n")
@@ -94,7 +94,7 @@ def test_the_plan_shows_size_state_time_and_cost(folder, monkeypatch):
     assert cells[:4] == ["attention", "pretrain", "1,421,825", "1.64e+06"]
     assert cells[5:] == ["1 finished, 1 new", "model.mixer=attention"]
     total = sum(count_flops(run, folder) for run in runs)
-    for share in (0.65, 0.2):  # of the speed of this CPU
+    for share in (0.65, 0.2):  # share of this CPU's speed
         assert overview.spell_time(total / share / 1e11) in text
     for topology, chips, peak in (
         ("v5e-16", 16, 16 * 197e12),

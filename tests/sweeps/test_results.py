@@ -1,4 +1,4 @@
-"""Metrics of runs, read from files as runs write them."""
+"""Metrics of runs, read from the files that runs write."""
 
 import dataclasses
 import json
@@ -76,7 +76,7 @@ def test_metrics_of_pretraining_are_those_of_the_last_step(folder, runs):
     (folder.run(run.id).checkpoints / "40").mkdir()
     values = results.read_values(run, folder)
     assert math.isnan(values.pop("discriminator_precision"))
-    # the median of three, and the peak
+    # median of three values, and the peak
     assert values == {"mlm_loss": 4.0, "tokens_per_second": 200.0, "host_memory": 9}
     folder.run(run.id).metrics.unlink()
     with refused(SweepError, 40, path=folder.run(run.id).metrics):
@@ -88,7 +88,7 @@ def test_a_curve_has_all_axes(folder, runs):
     pretrain(folder, run)
     first, last = results.read_curve(run, folder)
     assert (first["step"], first["tokens"], first["mlm_loss"]) == (20, 20 * 8 * 32, 5.0)
-    # the ten steps without a time count as the median of the others, 0.6
+    # ten steps without a time get the median of the others, 0.6
     assert first["seconds"] == pytest.approx(10 * 0.6 + 10 * 0.5)
     assert last["seconds"] == pytest.approx(10 * 0.6 + 10 * 0.5 + 20 * 0.7)
     assert last["flops"] == pytest.approx(flops.training_flops(run.config))
@@ -98,7 +98,7 @@ def test_metrics_of_finetuning_are_means_of_the_best_setting(folder, runs):
     run = runs["plain/seed-0/trec"]
     finetune(folder, run, (0, 1e-3, 0.5, {}), (1, 1e-3, 0.6, {}), (0, 1e-4, 0.9, {}))
     assert results.read_values(run, folder) is None  # one of four is missing
-    finetune(folder, run, (1, 1e-4, 0.7, {}), (7, 1e-4, 0.0, {}))  # and one of another seed
+    finetune(folder, run, (1, 1e-4, 0.7, {}), (7, 1e-4, 0.0, {}))  # a result of another seed
     values = results.read_values(run, folder)
     assert values == pytest.approx({"validation accuracy": 0.8, "test accuracy": 0.7})
     diverged = runs["mixed/seed-0/trec"]
@@ -136,7 +136,7 @@ def test_the_results_of_a_sweep_are_collected(folder, runs):
     assert outcome.variants["mixed"].tokens == 40 * 8 * 32
     assert outcome.variants["plain"].changes == "model.mixer=attention"
     assert outcome.metrics == results.METRICS
-    # a damaged metrics file costs the curve only: the record has the metrics
+    # with a damaged metrics file only the curve is missing; the record has the metrics
     folder.run(done.id).metrics.write_text("{\n}\n")
     sweep = dataclasses.replace(SWEEP, metrics=("tokens_per_second",))
     outcome = results.collect("table", sweep, list(runs.values()), folder)
@@ -206,7 +206,7 @@ def test_metrics_of_translation(folder):
     assert "validation signature" not in values
     assert results.choose_metrics(sweep, run.config)[:2] == ("validation bleu", "validation chrf")
     first, last = results.read_curve(run, folder)
-    assert (first["tokens"], last["tokens"]) == (20 * 256, 40 * 256)  # as the run counts them
+    assert (first["tokens"], last["tokens"]) == (20 * 256, 40 * 256)  # as counted by the run
     assert math.isnan(last["flops"])
     outcome = results.collect("translation", sweep, (run, other), folder)
     assert outcome.variants["attention"].flops is None

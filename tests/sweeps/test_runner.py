@@ -1,4 +1,4 @@
-"""Workers divide runs, record results and survive each other, with runs that take no time."""
+"""Workers share runs, record results and survive failures; runs are simulated."""
 
 import dataclasses
 import errno
@@ -124,7 +124,7 @@ def test_a_run_of_another_worker_is_awaited(fake, runs):
         assert held not in fake.started
         assert len(fake.started) == 6
     thread.join(60)
-    assert sum(held in line for line in lines) == 3  # awaited once, started, finished
+    assert sum(held in line for line in lines) == 3  # waited for, started, finished
     assert len(fake.started) == 8
 
 

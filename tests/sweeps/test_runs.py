@@ -1,4 +1,4 @@
-"""A sweep is expanded into runs; what cannot work is refused before any starts."""
+"""Expansion of a sweep into runs; invalid sweeps are rejected before any run starts."""
 
 import dataclasses
 import runpy
@@ -47,7 +47,7 @@ def test_runs_share_shards_only_if_their_data_is_the_same(folder):
         **VARIANTS,
         "short": Variant({"data.length": 32}),
         "ahead": Variant({"data.prefetch": 3}),
-        "distilled": Variant({"distillation.teacher": "t"}),  # vocabulary of the teacher
+        "distilled": Variant({"distillation.teacher": "t"}),  # teacher sets the vocabulary
         "tuned": Variant({"init_from": "t"}),
     }
     runs = expand(Sweep("tiny", variants, seeds=(0,)), folder)
@@ -191,7 +191,7 @@ def changed(**fields) -> Sweep:
 @pytest.mark.parametrize(
     ("field", "mention", "sweep", "overrides"),
     [
-        # of one variant, which is named
+        # rules that name one variant
         (None, "variant y", pair(Variant({"model.layres": 2})), {}),
         (None, "variant attention", "bnk_gl_sdconv", {"model.head_ratio": 4}),
         ("match_flops_of", "variant y", pair(Variant(match_flops_of="x"), "text:own"), {}),
@@ -200,7 +200,7 @@ def changed(**fields) -> Sweep:
             *(pair(Variant({"objective.masked_lm_steps": 5}, "x")), {}),
         ),
         ("match_flops_of", "variant y", pair(Variant({"distillation.teacher": "t"}, "x")), {}),
-        # of all variants
+        # rules for all variants
         (None, "config.model.stages", "mixers", {"model.stages": [{"layers": 2}]}),
         (None, "config.train.batch_size", SWEEP, {"train.batch_size": 0}),
         (None, "nowhere", changed(config="nowhere"), {}),
@@ -214,7 +214,7 @@ def changed(**fields) -> Sweep:
             *(None, "config.generator.size"),
             *(pair(Variant({"generator.size": 1.0})), {"recipe": "masked_lm"}),
         ),
-        # of tasks
+        # task settings
         ("--config.finetune.seeds", "--finetune", SWEEP, {"finetune.seeds": 3}),
         ("--finetune", "", changed(from_scratch=True), {}),
         ("config.recipe", "task t", changed(tasks={"t": Task("tiny")}), {}),
@@ -240,7 +240,8 @@ def test_a_run_that_has_started_keeps_its_config(folder):
     assert check_unchanged(more, folder) == (3, [])
     fewer = expand(Sweep("tiny", {"mixed": Variant()}, seeds=(0,)), folder)
     assert check_unchanged(fewer, folder) == (0, [FIRST, "attention/seed-1/pretrain"])
-    # where and how fast may change; what is compared may not, even if a single run may be longer
+    # Paths and speed settings may change. Compared settings may not, even if a single run allows
+    # it.
     for path, value in (("data.workers", 7), ("decoding.batch_tokens", 7)):
         check_unchanged(expand(SWEEP, folder, {path: value}), folder)
     for path, value in (
@@ -268,7 +269,7 @@ def test_a_damaged_record_is_refused(folder):
         path.write_text(content)
         with refused(DamagedFileError, path):
             check_unchanged(runs, folder)
-    folder.write(dataclasses.replace(record(run), config={"magic": 1}))  # another version
+    folder.write(dataclasses.replace(record(run), config={"magic": 1}))  # config of another version
     with refused(SweepError, path, "config.magic"):
         check_unchanged(runs, folder)
 

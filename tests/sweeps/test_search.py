@@ -1,4 +1,4 @@
-"""Optuna chooses variants: within the budget, none twice, by the results of the others."""
+"""Optuna search: respects the budget, proposes no variant twice, and learns from results."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def searching(**changes) -> Sweep:
 
 
 class Larger(FakeRuns):
-    """Larger kernels are better, and seeds differ."""
+    """Objective that prefers larger kernels and depends on the seed."""
 
     def values(self, run):
         return {"discriminator_auc": run.config.model.kernel_size + 0.1 * run.seed}
@@ -47,14 +47,14 @@ def search(fake, sweep=SWEEP, **options):
 
 
 def search_twice(fake, sweep=SWEEP):
-    """Searches with two workers at once."""
+    """Searches with two concurrent workers."""
     found = in_threads(2, lambda: search(fake, sweep))
     assert len(set(fake.started)) == len(fake.started)
     return found
 
 
 def values(explorer) -> dict[str, float]:
-    """Variant -> objective, as Optuna has it."""
+    """Returns variant -> objective, as stored by Optuna."""
     trials = explorer._study.get_trials(deepcopy=False)
     return {t.user_attrs["variant"]: t.value for t in trials if t.value is not None}
 
@@ -70,7 +70,7 @@ def test_a_search_finds_variants_within_the_budget_and_continues(fake):
     assert first.sweep.variants.items() <= variants.items()
     assert len(variants) == 1 + 5
     assert fake.started[: len(started)] == started
-    runs = expand(explorer.sweep, fake.folder)  # refuses equal variants
+    runs = expand(explorer.sweep, fake.folder)  # rejects equal variants
     assert sorted(run.id for run in runs) == sorted(fake.started)
     assert check_unchanged(runs, fake.folder) == (0, [])
     for run in runs[: len(variants)]:
@@ -85,7 +85,7 @@ def test_a_search_finds_variants_within_the_budget_and_continues(fake):
 
 
 def test_the_budget_of_a_variant_is_that_of_its_run(fake):
-    """With other steps a fixed number of FLOPs would be wrong."""
+    """The FLOP budget follows the steps of each run."""
     sweep = dataclasses.replace(searching(budget_of="given"), changes={"train.steps": 200})
     explorer, _ = search(fake, sweep)
     given, *found = expand(dataclasses.replace(explorer.sweep, seeds=(0,)), fake.folder)
@@ -116,7 +116,7 @@ def test_workers_that_choose_the_same_variant_agree_on_it(fake, monkeypatch):
 
 
 def test_a_small_space_ends_the_search(fake):
-    space = {"model.kernel_size": (3, 5, 9)}  # 9 is given
+    space = {"model.kernel_size": (3, 5, 9)}  # 9 is already a variant
     explorer, _ = search(fake, searching(space=space, trials=6))
     assert len(explorer.sweep.variants) == 1 + 2
 
@@ -143,7 +143,7 @@ def test_an_objective_that_is_not_measured_is_refused(fake):
         with refused(SweepError, mention, field="search.metric"):
             search(fake, searching(**changes))
     assert not fake.folder.path.exists()
-    # known by name, but a run did not write it
+    # a known metric that a run did not write
     sweep = dataclasses.replace(
         searching(metric="test accuracy", stage="trec"),
         tasks={"trec": Task("text:trec", {"finetune.seeds": 1})},
@@ -215,7 +215,7 @@ def test_the_named_search_varies_the_share_of_heads(fake):
     sweep = dataclasses.replace(config_files.load_sweep("ablation:search"), seeds=(0,))
     shares = sweep.search.space["model.mixer_fields"]
     assert len(shares) == 3
-    # smaller feed-forward layers leave parameters for more heads of one kind
+    # smaller feed-forward layers leave parameters for more heads of the other kind
     space = {"model.mixer_fields": shares, "model.ffn_size": (256, 512)}
     sweep = dataclasses.replace(sweep, search=dataclasses.replace(sweep.search, space=space))
     explorer, summary = search(fake, sweep)

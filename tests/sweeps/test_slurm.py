@@ -1,6 +1,4 @@
-"""Workers as Slurm jobs, with commands on PATH that record their arguments, and the job script of
-submitit executed as Slurm executes it.
-"""
+"""Slurm workers: recorded Slurm commands and execution of submitit's job script."""
 
 import os
 import pathlib
@@ -19,14 +17,14 @@ pytest.importorskip("submitit")
 
 SCRIPT = pathlib.Path(slurm.__file__).parents[2] / "launch" / "sweep.py"
 OPTIONS = "--partition=gpu --gpus=1 --time=1-02 --cpus-per-task=4 --exclusive"
-# Record their arguments; sbatch keeps the script, srun executes its command.
+# Stubs record their arguments; sbatch keeps the script, srun executes its command.
 TOOLS = {
     "sbatch": 'cp "$1" {folder}/script; echo Submitted batch job 77',
     "srun": 'while [ "${{1#--}}" != "$1" ]; do case $1 in --output) shift;; esac; shift; done\n'
     'exec "$@"',
     "scontrol": "",
 }
-# As launch/sweep.py: saves for SIGTERM and ignores SIGUSR2.
+# Like launch/sweep.py, saves on SIGTERM and ignores SIGUSR2.
 WORKER = """
 import pathlib, signal, sys, time
 asked = []
@@ -61,7 +59,7 @@ class Cluster:
         return [line.removeprefix(f"{tool} ") for line in lines if line.startswith(f"{tool} ")]
 
     def begin(self) -> subprocess.Popen:
-        """Executes the first job of the array; returns when its worker has started."""
+        """Executes the array's first job; returns once its worker has started."""
         before = self.starts()
         process = subprocess.Popen(
             ["bash", str(self.folder / "script")],
@@ -113,7 +111,7 @@ def test_a_job_is_requeued_after_its_run_has_saved(cluster):
     printed, _ = process.communicate(timeout=60)
     assert (cluster.folder / "saved").exists(), printed
     assert cluster.asked("scontrol") == ["requeue 77_0"]
-    # Slurm executes it again; its exit code is that of the worker
+    # Slurm runs the job again; its exit code is the worker's
     for content in ("", "1"):
         process = cluster.begin()
         (cluster.folder / "done").write_text(content)
@@ -143,7 +141,7 @@ def test_a_missing_program_or_package_is_reported(tmp_path, monkeypatch):
 
 
 def test_the_command_submits_workers_and_starts_no_run(cluster):
-    """It checks the input files before."""
+    """Input files are checked before submission."""
     from submitit.helpers import DelayedSubmission
 
     command = [

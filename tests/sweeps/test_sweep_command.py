@@ -1,4 +1,4 @@
-"""launch/sweep.py as a process: killed at any time, two workers at once, errors and exit codes."""
+"""launch/sweep.py as a process: kills, two concurrent workers, errors and exit codes."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def get_sweep(name="both"):
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory) -> pathlib.Path:
-    """A file with a sweep of two pre-trainings of 24 steps, each with a fine-tuning after it."""
+    """Writes a sweep of two 24-step pre-training runs, each followed by a fine-tuning run."""
     folder = tmp_path_factory.mktemp("table")
     prose = [pathlib.Path(module.__file__).read_text() for module in (pathlib, subprocess)]
     (folder / "text.txt").write_text("\n\n".join(prose))
@@ -103,20 +103,20 @@ def end(process: subprocess.Popen, code: int = 0) -> str:
 
 
 def weights(workdir: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
-    """The last checkpoint of each pre-training run: parameters, optimizer state, position."""
+    """Returns the last checkpoint of each pre-training run: parameters, optimizer, position."""
     runs = [run for run in RUNS if run.endswith("pretrain")]
     return {run: load_arrays(Workdir(workdir / "runs" / run).checkpoints, 24)[1] for run in runs}
 
 
 def records(workdir: pathlib.Path) -> dict[str, str]:
-    """Text of the records of the finished runs."""
+    """Returns the records of finished runs as text."""
     texts = {run: workdir / "runs" / f"{run}.json" for run in RUNS}
     texts = {run: path.read_text() for run, path in texts.items() if path.exists()}
     return {run: text for run, text in texts.items() if json.loads(text)["state"] == "finished"}
 
 
 def metrics(workdir: pathlib.Path) -> dict[str, dict[str, float]]:
-    """Metrics of the runs but for those of speed and memory."""
+    """Returns the metrics of finished runs, except speed and memory."""
     values = {run: json.loads(text)["values"] for run, text in records(workdir).items()}
     for of_run in values.values():
         for name in ("tokens_per_second", "host_memory"):
@@ -148,7 +148,7 @@ def test_a_sweep_survives_kills_and_is_shared(table, tmp_path):
     for _ in range(2):
         process = begin(table, killed)
         time.sleep(when.uniform(6, 16))
-        # the worker alone: the process of its run must end by itself
+        # only the worker gets the signal; the process of its run must end too
         process.send_signal(signal.SIGKILL)
         process.wait()
         found = records(killed)
@@ -182,7 +182,7 @@ def test_errors_of_a_sweep(table, tmp_path):
     assert "config.train.batch_size was 8, now 4" in printed
     end(begin(table, tmp_path, only))
     assert len(records(tmp_path)) == 2
-    # a damaged checkpoint, found by the task after it; the others continue
+    # a damaged checkpoint is found by its task; the other runs continue
     for file in tmp_path.glob("runs/wide/seed-0/pretrain/checkpoints/*/params/**/*"):
         if file.is_file():
             file.write_bytes(b"")
@@ -193,7 +193,7 @@ def test_errors_of_a_sweep(table, tmp_path):
 
 @pytest.mark.slow
 def test_jobs_of_submitit_divide_the_runs_and_are_requeued(table, tmp_path, monkeypatch):
-    """Its executor for one machine starts a requeued job again, as Slurm does."""
+    """submitit's local executor requeues a job as Slurm does."""
     submitit = pytest.importorskip("submitit")
     monkeypatch.setenv("XLA_FLAGS", compiling.flags(1))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -204,7 +204,7 @@ def test_jobs_of_submitit_divide_the_runs_and_are_requeued(table, tmp_path, monk
     await_checkpoint(tmp_path, lambda: not all(job.done() for job in jobs))
     holder = (tmp_path / "runs/wide/seed-0/pretrain.lock").read_text()
     worker = pathlib.Path(f"/proc/{holder.split()[1]}/stat").read_text()
-    os.kill(int(worker.rpartition(")")[2].split()[1]), signal.SIGUSR2)  # its parent
+    os.kill(int(worker.rpartition(")")[2].split()[1]), signal.SIGUSR2)  # the worker's parent
     assert [job.results() for job in jobs] == [[None], [None]]
     assert records(tmp_path).keys() == set(RUNS)
     assert {run: starts(tmp_path, run) for run in RUNS} == dict.fromkeys(RUNS, 1) | {RUNS[0]: 2}
