@@ -1,4 +1,4 @@
-"""How a process takes memory."""
+"""Memory allocation of a process."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def faults_of_second_use(*arguments: str) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
 def test_memory_that_was_freed_is_used_again_without_asking_the_system():
-    # Huge pages, where they are always on, make few faults of many: then there is nothing to keep.
+    # With transparent huge pages there are few page faults, so nothing can be saved.
     anew = faults_of_second_use()
     if anew < 1_000:
         pytest.skip(f"200 MB are {anew} page faults here")
@@ -48,8 +48,8 @@ def test_memory_that_was_freed_is_used_again_without_asking_the_system():
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
 @pytest.mark.parametrize("program", ["convbert_jax.main", "convbert_jax.sweeps.child"])
 def test_the_threads_of_a_program_keep_memory_too(tmp_path, program):
-    # The first thread that asks for memory fixes how many heaps there may be: one before
-    # `keep_memory`, and each has its own, which gives back what is large.
+    # The first allocating thread fixes the number of heaps. If it runs before `keep_memory`, each
+    # thread gets a heap that returns large blocks to the system.
     code = f"""
 import runpy, sys, threading
 from convbert_jax import main
@@ -67,7 +67,7 @@ if sys.argv[0] == "convbert_jax.main":
 else:
     runpy.run_module("{program}", run_name="__main__")
 """
-    read, write = os.pipe()  # a worker's, whose end would end its run
+    read, write = os.pipe()  # pipe of a worker; closing it would end its run
     try:
         result = subprocess.run(
             [sys.executable, "-c", code],

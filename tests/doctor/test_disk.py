@@ -1,4 +1,4 @@
-"""Folders: what can be written, what guards it, how much there is room for; nothing is left."""
+"""Folder checks: write access, locks, free space; no files are left."""
 
 import dataclasses
 import errno
@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_written_is_wrong(tmp_path, monkeypatch):
         (found,) = disk.check_workdir(tmp_path)
         assert os.strerror(errno.ENOSPC) in found.text
         patch.setattr(os, "fsync", lambda descriptor: None)
-        patch.setattr(type(tmp_path), "read_text", lambda path: "other")  # a disk that lies
+        patch.setattr(type(tmp_path), "read_text", lambda path: "other")  # corrupted content
         (found,) = disk.check_workdir(tmp_path)
         assert found.state == "wrong"
     assert tree(tmp_path) == ["file"]
@@ -72,7 +72,7 @@ def fail(number: int):
 
 
 def test_missing_locks_and_another_time_are_warnings(tmp_path, monkeypatch):
-    for flock in (fail(errno.ENOLCK), lambda file, how: None):  # gives a lock to every process
+    for flock in (fail(errno.ENOLCK), lambda file, how: None):  # None: no exclusive lock
         with monkeypatch.context() as patch:
             patch.setattr(fcntl, "flock", flock)
             assert by_name(disk.check_workdir(tmp_path))["locks"].state == "warning"
@@ -110,7 +110,7 @@ def test_bytes_of_checkpoints_by_hand():
 
 
 def test_a_real_run_takes_no_more_than_that(tmp_path):
-    """Its arrays; names and places of Orbax are kilobytes beside them."""
+    """The arrays dominate; Orbax's names and paths add kilobytes."""
     made = tiny_run.make_config(8, checkpoint={"every": 2, "keep": 2})
     task = tiny_run.linear_task(features=50_000)
     tiny_run.run(
@@ -142,7 +142,7 @@ def test_missing_space_for_checkpoints_is_wrong(tmp_path, monkeypatch):
     with kept.open("wb") as file:
         file.truncate(2**30)  # sparse
     (found,) = disk.check_space(tmp_path, config(keep=3), 2**26)
-    assert found.state == "good", "a run that goes on has some of them already"
+    assert found.state == "good", "a resumed run already has some of these files"
     assert "2.0 GiB" in found.text
 
 

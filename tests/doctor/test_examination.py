@@ -1,4 +1,4 @@
-"""--mode=doctor as a whole: what it prints, how it ends, what it leaves; of one process and two."""
+"""--mode=doctor as a whole: output, exit code and side effects, with one and two processes."""
 
 import concurrent.futures
 import os
@@ -31,7 +31,7 @@ def read(*arguments: str) -> command_line.Request:
 
 
 def examine(capsys, *arguments: str) -> tuple[int, dict[str, str], str]:
-    """(exit code, line of each check by its name, standard error)."""
+    """Returns (exit code, check name -> line, standard error)."""
     try:
         main.main(read(*arguments))
         code = 0
@@ -142,7 +142,7 @@ def test_a_fault_of_a_check_does_not_hide_the_others(capsys, monkeypatch):
 
 
 def test_a_device_that_does_not_answer_does_not_keep_the_program():
-    """As a library does that waits for a TPU, with the locks of jax in its hands."""
+    """Simulates a library that waits for a TPU while it holds JAX's locks."""
     code = (
         "import threading, jax, sys\n"
         "from jax._src import xla_bridge\n"

@@ -1,4 +1,4 @@
-"""Findings, versions, limits of containers, accelerators: folders play those of a system."""
+"""Findings, versions, container limits and accelerators, with folders in place of system files."""
 
 import importlib.metadata
 import os
@@ -31,7 +31,7 @@ def write(root: pathlib.Path, files: dict[str, str]) -> pathlib.Path:
 
 
 def installed(monkeypatch, **changed: str | None):
-    """Some packages in other versions, None for absent; "_" in a name stands for "-"."""
+    """Fakes versions of installed packages; None: missing. "_" in a name stands for "-"."""
     changed = {name.replace("_", "-"): version for name, version in changed.items()}
     real = importlib.metadata.version
 
@@ -163,7 +163,8 @@ def test_limits_of_both_versions_of_cgroups(tmp_path):
     first = write(
         tmp_path / "1",
         {
-            # In a container the path is the host's; its own group is the root of what is mounted.
+            # In a container the path is the host's, and the mounted root is the process's own
+            # group.
             "proc/self/cgroup": "9:name=systemd:/x\n4:memory:/docker/abc\n1:cpu:/docker/abc\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
             "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n",
@@ -214,7 +215,7 @@ def test_a_container_with_too_little_is_warned_of(tmp_path, monkeypatch):
     root = machine(tmp_path / "a", free=64 * GIB, limit=3 * GIB, cpus="100000 100000")
     memory, cpus = host.check_host(0, 0, root)
     assert (memory.name, memory.state) == ("memory", "warning")
-    assert memory.text.count("3.0 GiB") == 2  # free, and the container's limit
+    assert memory.text.count("3.0 GiB") == 2  # free memory and the container's limit
     assert (cpus.name, cpus.state) == ("CPUs", "warning")
     assert [int(n) for n in re.findall(r"\d+", cpus.text)] == [1, 16]
     root = machine(tmp_path / "b", free=64 * GIB)
@@ -266,7 +267,7 @@ def test_a_real_process_that_has_a_file_open_is_found(tmp_path):
     finally:
         process.kill()
         process.wait()
-    with file.open():  # this process does not count
+    with file.open():  # this process is not counted
         assert accelerators.holders([file], pathlib.Path("/")) == {}
 
 
@@ -278,7 +279,7 @@ def test_a_tpu_without_libtpu_is_told(tmp_path, monkeypatch):
 
 
 def test_a_device_of_vfio_is_a_tpu_only_if_one_is_on_the_bus(tmp_path):
-    """0x0042 is the network card of the same maker."""
+    """0x0042 is a network card of the same vendor."""
     bus = "sys/bus/pci/devices/0000:00:05.0"
     for device, chips in (("0x0063", 1), ("0x0042", 0)):
         ids = {f"{bus}/vendor": "0x1ae0\n", f"{bus}/device": device}
@@ -337,7 +338,7 @@ def test_the_matrix_unit_is_among_the_flags_of_the_processor(tmp_path):
     for index, (text, found) in enumerate((
         (core.format(0, "avx512_bf16 amx_bf16 amx_tile") * 2, True),
         (core.format(0, "avx512_bf16 amx_tile"), False),
-        ("processor\t: 0\nFeatures\t: fp asimd bf16\n", False),  # ARM has other words
+        ("processor\t: 0\nFeatures\t: fp asimd bf16\n", False),  # ARM uses other names
         ("", False),
     )):  # fmt: skip
         path = tmp_path / str(index)
