@@ -1,11 +1,12 @@
-"""Signals as a program at a terminal gets them."""
+"""Default signal handling for programs started by tests."""
 
 import signal
 
 
 def hear() -> None:
-    """For `preexec_fn`: nothing is ignored. Workers of xdist ignore SIGHUP, and what is ignored
-    when a shell begins, its traps never hear.
+    """Restores default signal handlers; use it as `preexec_fn`.
+
+    xdist workers ignore SIGHUP, and a shell cannot trap signals that were ignored at its start.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

@@ -11,7 +11,7 @@ LAUNCH = REPOSITORY / "launch"
 
 
 def without_environment() -> dict[str, str]:
-    """The variables of this process, as if no virtual environment were active."""
+    """Returns this process's environment variables without an active virtual environment."""
     return {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "CONDA_PREFIX")}
 
 

@@ -33,7 +33,7 @@ def check_arguments(words: list[str]) -> command_line.Request:
 
 
 def stub(file: pathlib.Path, code: int = 0) -> None:
-    """A program that appends its name and arguments to the file `calls` beside it."""
+    """Writes a program that appends its name and arguments to the file `calls` next to it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f'#!/bin/bash\necho "${{0##*/}} ${{*@Q}}" >>{file.parent}/calls\nexit {code}\n')
     file.chmod(0o755)
@@ -173,5 +173,5 @@ def test_slurm_sends_the_signal_to_the_program_and_reads_all_directives():
     first = next(i for i, line in enumerate(lines) if not line.startswith("#"))
     assert directives == [line for line in lines[:first] if line.startswith("#SBATCH")]
     (given,) = (line for line in directives if "--signal" in line)
-    assert re.search(r"--signal=TERM@\d+$", given)  # B: would signal the script alone
+    assert re.search(r"--signal=TERM@\d+$", given)  # with B: only the script would get the signal
     assert any("--requeue" in line for line in directives)

@@ -13,7 +13,7 @@ from tests.launch.shell import LAUNCH, wait_for, without_environment, write_prog
 
 TRAIN = "-m convbert_jax.main --config=configs/tiny.py"
 ACTIVATE = "source .venv/bin/activate"
-# As pyenv's wrapper of a version that is not installed.
+# Behaves like pyenv's wrapper of a version that is not installed.
 WRAPPER = """#!/bin/sh
 echo "pyenv: python3.12: command not found" >&2
 echo "The python3.12 command exists in these Python versions: 3.12.1" >&2
@@ -22,7 +22,7 @@ exit 127
 OLD = """#!/bin/sh
 case "$2" in *print*) echo 3.9;; *) exit 1;; esac
 """
-# Answers the questions of the scripts and records the rest. If a file `offline` exists, pip fails.
+# Answers the scripts' queries and records all other calls. If a file `offline` exists, pip fails.
 STUB = """#!/bin/sh
 here=$(dirname "$0")
 case "$*" in
@@ -47,7 +47,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path):
-    """The scripts and the lists of requirements in an empty folder."""
+    """Copies the scripts and requirement lists into an empty folder."""
     shutil.copytree(LAUNCH, tmp_path / "launch")
     for name in ("requirements.txt", "requirements-test.txt"):
         (tmp_path / name).write_text("jax\n")
@@ -70,14 +70,14 @@ def start(checkout, command, *arguments, cwd=None, **environment) -> subprocess.
 
 
 def make_environment(folder, python: str = STUB) -> dict[str, str]:
-    """Makes what the scripts look for in an environment; returns variables that activate it."""
+    """Creates an environment for the scripts; returns variables that activate it."""
     write_program(folder / "bin" / "python", python)
     (folder / "bin" / "activate").write_text(f"PATH={folder}/bin:$PATH")
     return {"VIRTUAL_ENV": str(folder), "PATH": f"{folder}/bin:{os.environ['PATH']}"}
 
 
 def calls(checkout) -> list[str]:
-    """The calls of Python since the last time."""
+    """Returns the Python calls since the previous call."""
     file = checkout / "calls"
     lines = file.read_text().splitlines() if file.exists() else []
     file.unlink(missing_ok=True)
@@ -114,7 +114,7 @@ def test_an_active_environment_with_an_old_python_is_refused(checkout, tmp_path_
 
 @pytest.mark.parametrize("broken", ["no activate", "a dead link"])
 def test_a_broken_environment_is_created_anew(checkout, broken):
-    """As Debian leaves it without python3-venv, and after the system has replaced its Python."""
+    """Debian without python3-venv, and a removed system Python, leave such environments."""
     make_environment(checkout / "whole")
     make_environment(checkout / ".venv")
     (checkout / ".venv" / "pyvenv.cfg").touch()
@@ -177,7 +177,7 @@ def test_an_active_environment_is_used(checkout, tmp_path_factory):
 
 
 def test_quickstart_passes_arguments_and_tells_how_to_activate(checkout, tmp_path_factory):
-    """From any folder. Later arguments win."""
+    """Works from any folder; later arguments win."""
     make_environment(checkout / ".venv")
     elsewhere = tmp_path_factory.mktemp("else where")
     script = [str(checkout / "launch" / "quickstart.sh")]
@@ -225,7 +225,7 @@ while :; do sleep 0.05; done
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_quickstart_forwards_signals(checkout, number, code):
-    """A terminal sends Ctrl-C to the group, a supervisor sends SIGTERM to the script alone."""
+    """Ctrl-C in a terminal reaches the process group; a supervisor's SIGTERM only the script."""
     if number == signal.SIGTERM and not shutil.which("setpriv"):
         pytest.skip("needs setpriv")
     folder = checkout / ".venv" / "bin"
@@ -247,7 +247,7 @@ def test_quickstart_forwards_signals(checkout, number, code):
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
-    output = process.communicate(timeout=30)[0]  # its end is also the end of Python
+    output = process.communicate(timeout=30)[0]  # returns once Python has ended too
     assert (checkout / "saved").exists()
     assert ACTIVATE not in output
     assert process.returncode == (code if number == signal.SIGINT else -number)

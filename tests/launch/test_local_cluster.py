@@ -17,7 +17,7 @@ from tests.launch.shell import is_running, wait_for, write_program
 
 __all__ = ["text_source"]  # the fixture
 PATIENCE = 900  # seconds; a minute on an idle machine
-# Precedes the real Python in PATH. launch/environment.sh finds its requirements installed.
+# Precedes the real Python in PATH; reports the requirements of launch/environment.sh as installed.
 PYTHON = """#!/bin/bash
 case "$*" in
   *sys.prefix*) echo "{environment}";;
@@ -57,7 +57,7 @@ def make_python(folder: pathlib.Path, program: str) -> dict[str, str]:
 
 
 def stubs(folder: pathlib.Path, *lines: str) -> dict[str, str]:
-    """Process i runs `lines[i]`, a line of shell."""
+    """Runs the shell line `lines[i]` as process i."""
     wait = WAIT.format(environment=folder / "environment")
     cases = "".join(f"{i}) {line.replace('WAIT', wait)};; " for i, line in enumerate(lines))
     return make_python(folder, STUB.replace("{lines}", cases.replace("{", "{{").replace("}", "}}")))
@@ -126,7 +126,7 @@ def test_an_error_while_preparing_ends_it(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        (("exit 75", "kill -KILL $$"), 75),  # for example out of memory
+        (("exit 75", "kill -KILL $$"), 75),  # for example, out of memory
         (("exit 2", "exit 75"), 2),
         (("exit 75", "exit 75", "echo its reason; exit 3", "exit 1"), 3),
     ],

@@ -1,4 +1,4 @@
-"""The notebooks of launch/colab/: stored without outputs, and each cell runs, in small."""
+"""Notebooks of launch/colab/: stored without outputs, and every cell runs at a small size."""
 
 import html
 import importlib.metadata
@@ -28,7 +28,7 @@ ENCODER = {
     **TINY, "data.length": 32, "tokenizer.vocab_size": 400, "train.batch_size": 8,
     "train.eval_rows": 16,
 }  # fmt: skip
-# Notebook -> the values of its cell of parameters in the tests.
+# Notebook -> values of its parameter cell in the tests.
 SMALL = {
     "pretrain": {"STEPS": 12, "MORE": ENCODER},
     "finetune": {
@@ -65,7 +65,7 @@ def test_notebooks_are_stored_without_outputs_and_never_upgrade_jax():
 
 
 def exec_cell(notebook: str, contains: str, **names) -> dict:
-    """Runs the cell of a notebook with this text and returns its names."""
+    """Executes a notebook's cell that contains a text; returns its variables."""
     (cell,) = (
         source
         for c in cells(REPOSITORY / "launch" / "colab" / f"{notebook}.ipynb")
@@ -130,7 +130,7 @@ def test_the_table_of_an_ablation_has_the_difference_and_p_value_of_each_row(cap
 
 
 def test_painted_text_is_escaped():
-    """Each character appears once, also where two tokens share it."""
+    """Each character appears once, also if two tokens share it."""
     text = "a <b> \U0001f600"
     tokens = [(0, 1, 0.25), (2, 5, 0.5), (6, 7, 0.75), (6, 7, 0.5)]
     suspects = [dict(zip(("start", "end", "probability"), token, strict=True)) for token in tokens]
@@ -143,14 +143,14 @@ def test_painted_text_is_escaped():
 
 
 def display(shown, display_id=False):
-    """IPython's function, but it prints."""
+    """Replaces IPython's `display` by printing."""
     print(shown)
     return types.SimpleNamespace(update=display) if display_id else None
 
 
 @pytest.fixture
 def ipython(monkeypatch):
-    """Stubs for IPython, and figures without a screen."""
+    """Stubs for IPython, and figures without a display."""
     import flax.nnx  # noqa: F401  before the stubs: it looks for the real IPython
     import matplotlib
 
@@ -163,14 +163,14 @@ def ipython(monkeypatch):
 
 
 def test_curves_of_a_run_without_a_discriminator(ipython):
-    """MORE = {"recipe": "masked_lm"}."""
+    """Uses MORE = {"recipe": "masked_lm"}."""
     draw = exec_cell("pretrain", "def draw")["draw"]
     records = [
         {"step": step, "split": split, "mlm_loss": 5.0, "mlm_accuracy": 0.2}
         for step in (10, 20)
         for split in ("train", "validation")
     ]
-    assert draw(records) > 1_000  # bytes of a picture
+    assert draw(records) > 1_000  # bytes of a PNG
     assert draw([r | {"discriminator_auc": 0.6} for r in records]) > draw(records)
 
 
@@ -182,11 +182,11 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pretrain", "finetune", "inside", "ablation", "translate"])
 def test_each_cell_runs(name, folder, ipython, monkeypatch, capsys):
-    """In the order of a reader: fine-tuning starts from the run of the first notebook."""
+    """Cells run in order; fine-tuning starts from the first notebook's run."""
     from convbert_jax import console
 
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # its effect would stay
+    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # would affect later tests
     names = {}
     for cell in cells(REPOSITORY / "launch" / "colab" / f"{name}.ipynb"):
         if cell["cell_type"] == "code":
