@@ -1,4 +1,4 @@
-"""benchmarks/: every script parses its command line; data folders; the schedule of on_gpu."""
+"""benchmarks/: command lines of all scripts, data folders, and the schedule of on_gpu."""
 
 import dataclasses
 import importlib.util
@@ -51,12 +51,12 @@ def test_configs_and_pages_name_no_data_folder_of_the_benchmarks():
                 assert not re.search("shared/data|CONVBERT_DATA", path.read_text("utf-8")), path
 
 
-# --- python -m benchmarks.on_gpu, with a clock that advances only while something sleeps ---
+# --- python -m benchmarks.on_gpu with a simulated clock that advances only during sleeps ---
 
 
 @dataclasses.dataclass
 class Script:
-    """What a simulated job does: seconds until it ends, exit code, whether SIGTERM ends it."""
+    """Simulated job: seconds until it ends, exit code, and whether SIGTERM ends it."""
 
     seconds: float = 1.0
     code: int = 0
@@ -64,7 +64,7 @@ class Script:
 
 
 class Machine:
-    """Simulates processes and time; `ran` has their names in order."""
+    """Simulates processes and time; `ran` lists their names in order."""
 
     def __init__(self, scripts=None):
         self.now, self.scripts, self.ran = 1000.0, scripts or {}, []

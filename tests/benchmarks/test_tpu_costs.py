@@ -1,4 +1,4 @@
-"""Costs by the TPU compiler's model, printed by scripts of benchmarks/."""
+"""Costs by the TPU compiler's model, as printed by scripts of benchmarks/."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def test_attention_kernels_cost_a_third_of_scores_in_memory():
     for shape in shapes:
         for rate in ("0.0", "0.1"):
             assert cycles[shape, "pallas_tpu", rate] < cycles[shape, "xla", rate] / 3
-        # Dropout is drawn while the matrix unit works.
+        # Dropout bits are drawn while the matrix unit works.
         kernel = [cycles[shape, "pallas_tpu", rate] for rate in ("0.0", "0.1")]
         assert kernel[1] < 1.1 * kernel[0]
 
@@ -50,13 +50,13 @@ def written_tokens(*arguments: str) -> dict[int, list[float]]:
 
 
 def test_a_token_of_one_text_costs_no_more_than_one_of_eight():
-    """Products of a vector would cost twice as much."""
+    """A matrix-vector product would cost twice as much."""
     found = written_tokens("--mixers=light", "--rows", "1", "8", "--given=64", "--steps=16")
     assert found[1][1] < 1.02 * found[8][1]
 
 
 def test_attention_reads_the_cache_near_the_speed_of_memory():
-    """A single query takes eight times the time of the memory, eight queries less than two."""
+    """One query takes at most eight times the memory time, eight queries less than twice."""
     (numbers,) = written_tokens("--mixers=attention", "--rows", "32").values()
     _, token, floor, ratio, _, _ = numbers
     assert ratio == pytest.approx(token / floor, abs=0.01)
@@ -68,4 +68,4 @@ def test_the_texts_of_a_beam_read_their_prompt_once():
     (beam,) = written_tokens(*arguments, "--rows", "8", "--beam=4").values()
     (alone,) = written_tokens(*arguments, "--rows", "32").values()
     assert beam[2] < alone[2]
-    assert (beam[5] > 0, alone[5]) == (True, 0)  # single texts are never packed
+    assert (beam[5] > 0, alone[5]) == (True, 0)  # a single text is never repacked
