@@ -1,4 +1,4 @@
-"""When the gradients of two meshes are the same."""
+"""Tolerances for equal gradients on two meshes."""
 
 import numpy as np
 
@@ -7,10 +7,10 @@ from convbert_jax.training.task import Params
 
 
 def assert_agree(found: Params, expected: Params, tolerance: float = 1e-5) -> None:
-    """Every array to `tolerance` of its largest value, biases to that of their layer.
+    """Asserts that arrays agree within `tolerance` of their largest value.
 
-    A bias gets the sum of what its layer's other gradients are made of, and where these cancel, as
-    those of a key's bias do, which changes no softmax, their rounding alone is left.
+    Biases are compared relative to the gradients of their layer. Their gradients are sums that can
+    cancel, as for a key's bias, which the softmax ignores; only rounding remains then.
     """
     found, expected = flatten(found), flatten(expected)
     assert found.keys() == expected.keys()

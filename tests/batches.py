@@ -1,4 +1,4 @@
-"""Whether a batch is what its description in `interfaces.batch` says."""
+"""Checks batches against their descriptions in `interfaces.batch`."""
 
 from typing import get_type_hints
 
@@ -6,8 +6,11 @@ from jaxtyping import jaxtyped
 
 
 def check_batch(batch, description) -> None:
-    """Asserts all fields that `description` requires, none that it does not know, and of each the
-    dtype and the axes, equal ones of equal length."""
+    """Asserts that `batch` matches `description`.
+
+    All required fields are present, no unknown ones, and each has the described dtype and axes;
+    axes of one name have the same length.
+    """
     hints = get_type_hints(description)
     assert description.__required_keys__ <= batch.keys() <= hints.keys()
     with jaxtyped("context"):

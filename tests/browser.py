@@ -1,4 +1,4 @@
-"""A real browser that a test types into and clicks in: Chromium, over the pipe of its debugger."""
+"""Drives Chromium over its debugging pipe, to type and click in pages."""
 
 import contextlib
 import itertools
@@ -23,7 +23,7 @@ FLAGS = (
 
 
 class Tab:
-    """A page; `errors` are what its scripts did not catch."""
+    """A page; `errors` holds uncaught script errors."""
 
     def __init__(self, asks, answers):
         self._asks, self._answers = asks, answers
@@ -32,7 +32,7 @@ class Tab:
         self.errors: list[str] = []
 
     def open(self, address: str) -> None:
-        """Returns when it is loaded."""
+        """Opens an address and returns once the page is loaded."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
@@ -43,7 +43,7 @@ class Tab:
             pass
 
     def evaluate(self, script: str) -> Any:
-        """What a script comes to, once it is there if it is a promise."""
+        """Returns the value of a JavaScript expression; awaits promises."""
         said = self._call(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
@@ -51,7 +51,7 @@ class Tab:
         return said["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        """Until an expression of the page is true, which is looked at whenever the page changes."""
+        """Waits until a JavaScript expression is true; checks it on every change of the page."""
         self.evaluate(
             f"""new Promise((done) => {{
               const look = () => {{ if ({condition}) {{ watcher.disconnect(); done(); }} }};
@@ -74,7 +74,7 @@ class Tab:
     def _read(self) -> dict[str, Any]:
         said = bytearray()
         while (byte := self._answers.read(1)) != b"\0":
-            assert byte, "the browser has ended"
+            assert byte, "the browser exited"
             said += byte
         message = json.loads(said)
         if message.get("method") == "Runtime.exceptionThrown":
@@ -84,10 +84,11 @@ class Tab:
 
 @contextlib.contextmanager
 def open_tab(address: str, profile: pathlib.Path, *flags: str) -> Iterator[Tab]:
-    """A browser of its own with the page at `address`."""
+    """Opens the page at `address` in a new browser."""
     (theirs_in, asks), (answers, theirs_out) = os.pipe(), os.pipe()
     command = [CHROMIUM, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}", *flags]
-    # It reads 3 and writes 4, whatever their numbers are here; sh knows no number above 9.
+    # Chromium reads descriptor 3 and writes 4; here they may have other numbers. sh supports only
+    # descriptors up to 9.
     redirected = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
     browser = subprocess.Popen(
         ["bash", "-c", redirected, *command],

@@ -1,6 +1,6 @@
 """A fake bucket: a folder that only `epath` finds under gs://bucket.
 
-What goes past `epath`, as `open` and `os` do, ends at a path that does not exist.
+Access that bypasses `epath`, with `open` or `os`, uses a path that does not exist.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from tests import gcs_server
 
 @contextlib.contextmanager
 def _written_whole(place, mode, folder):
-    """A file to write that is an object at its end, and nothing before."""
+    """Opens a file for writing that becomes an object on close."""
     with tempfile.NamedTemporaryFile(mode, delete=False, dir=folder) as file:
         yield file
     os.replace(file.name, place)
 
 
 class Bucket(backend._OsPathBackend):
-    """Objects of gs://bucket as files of a folder; counts what an object store cannot do."""
+    """Objects of gs://bucket as files of a folder; counts operations that object stores lack."""
 
     def __init__(self, folder):
         self._folder = folder
@@ -41,7 +41,7 @@ class Bucket(backend._OsPathBackend):
         place = pathlib.Path(self._on_disk(path))
         if "w" not in mode:
             return super().open(place, mode)
-        place.parent.mkdir(parents=True, exist_ok=True)  # there are no folders to make first
+        place.parent.mkdir(parents=True, exist_ok=True)  # buckets need no parent folders
         return _written_whole(place, mode, pathlib.Path(self._folder).parent)
 
     def glob(self, path):
@@ -49,7 +49,7 @@ class Bucket(backend._OsPathBackend):
         return [f"gs://bucket{name.removeprefix(str(self._folder))}" for name in found]
 
     def rename(self, path, dst):
-        os.rename(self._on_disk(path), self._on_disk(dst))  # a bucket copies, then deletes
+        os.rename(self._on_disk(path), self._on_disk(dst))  # buckets copy and delete instead
 
     def replace(self, path, dst):
         raise AssertionError("a bucket cannot rename in one step")
@@ -65,10 +65,10 @@ for _name in ("exists", "isdir", "listdir", "makedirs", "mkdir", "rmtree", "remo
 
 @pytest.fixture
 def objects(tmp_path, monkeypatch):
-    """The folder whose files are the objects of gs://bucket."""
+    """Returns the folder whose files are the objects of gs://bucket."""
     folder = tmp_path / "objects"
     folder.mkdir()
-    monkeypatch.setattr(files, "_BUCKETS", {"gs": "numpy"})  # stands for the package that is absent
+    monkeypatch.setattr(files, "_BUCKETS", {"gs": "numpy"})  # replaces the missing package
     monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Bucket(folder))
     monkeypatch.setattr(gpath, "_is_tf_installed", lambda: False)
     return folder
@@ -76,11 +76,11 @@ def objects(tmp_path, monkeypatch):
 
 @pytest.fixture
 def server(objects, monkeypatch):
-    """The same objects for TensorStore, which talks to Google by itself."""
+    """Serves the same objects to TensorStore, which calls Google's API directly."""
     monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "anyone")
-    # asks google.cloud.storage, which comes with gcsfs, for a kind of bucket that has folders
+    # asks google.cloud.storage, installed with gcsfs, whether the bucket has real folders
     monkeypatch.setattr(gcs_utils, "is_hierarchical_namespace_enabled", lambda path: False)
-    # After a save that failed Orbax's threads hold the process so long at its end: 5 minutes else.
+    # Otherwise Orbax's threads delay the exit of the process by 5 minutes after a failed save.
     monkeypatch.setattr(multihost, "coordination_timeout", lambda: 20)
     with gcs_server.serving(objects) as server:
         monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)

@@ -1,4 +1,4 @@
-"""Runs before anything imports jax: a CPU with eight simulated devices; where real data is."""
+"""Setup before JAX is imported: a CPU with eight simulated devices; location of real data."""
 
 import gc
 import os
@@ -11,12 +11,12 @@ os.environ["JAX_PLATFORMS"] = os.environ.get("CONVBERT_TEST_PLATFORM", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", ""), compiling.flags(8, compiling.ANYWHERE)]
 )
-# Devices wait for each other in threads of a pool that is as large as the machine has cores: on two
-# of them, eight devices that gather wait forever, and XLA ends the process.
+# Simulated devices wait for each other in a thread pool with one thread per core. With two cores,
+# an all-gather over eight devices would deadlock, and XLA would abort.
 os.environ["PJRT_NPROC"] = "32"
-# No operation carries the hundred frames above it, of pytest and of jax: tracing is half the time.
+# Omits the hundred stack frames of pytest and JAX from each operation, which halves tracing time.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-# Compile-only use of the TPU compiler (marker tpu_compile); without the second one two test
+# Compile-only use of the TPU compiler (marker tpu_compile). Without the second variable two test
 # processes collide on a lock file.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -28,18 +28,18 @@ import hypothesis
 import jax
 import pytest
 
-# A shell that starts the tests in the background ignores SIGINT, and children would inherit that.
+# A shell that starts the tests in the background ignores SIGINT, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# No deadline, because the first example compiles. The same examples in each run; others are drawn
-# with --hypothesis-profile=random.
+# No deadline, because the first example compiles. Examples are the same in each run;
+# --hypothesis-profile=random draws new ones.
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.register_profile("convbert_jax", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("convbert_jax")
 
 PLATFORM = os.environ["JAX_PLATFORMS"]
 if PLATFORM == "cpu":
-    # XLA reads its flags once, here. What is loaded later finds those that it knows too, and what
-    # is compiled is kept under those alone.
+    # XLA reads its flags once, here. Afterwards the environment has only flags that libtpu
+    # supports, and cache keys contain only these.
     with pytest.MonkeyPatch.context() as patch:
         ours = f"{compiling.CHEAPLY} {compiling.PATIENTLY}"
         patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {ours}")
@@ -52,8 +52,10 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs():
-    """Each compiled program holds memory maps, of which a process has 65,530: with the programs of
-    all modules the compiler ends in a segmentation fault.
+    """Clears compiled programs after each module.
+
+    Each program holds memory maps, and a process may have 65,530. The programs of all modules would
+    exceed that limit and crash the compiler.
     """
     yield
     jax.clear_caches()
@@ -62,7 +64,7 @@ def _forget_programs():
 
 @pytest.fixture(autouse=True)
 def _log_as_before():
-    """Flags that a test sets and gives back set the level of absl's log, and leave it there."""
+    """Restores the log level of absl, which flags set by a test would change permanently."""
     logger = absl.logging.get_absl_logger()
     level = logger.level
     yield
@@ -71,9 +73,7 @@ def _log_as_before():
 
 @pytest.fixture(autouse=True, scope="session")
 def _keep_programs(pytestconfig):
-    """Compiles each program once for all tests and the processes that they start, of this run and
-    of the next ones.
-    """
+    """Caches compiled programs across tests, their processes and later runs."""
     if cache := getattr(pytestconfig, "cache", None):
         folder = str(cache.mkdir("convbert_jax-programs"))
         os.environ.update(compiling.keep_in(folder))
@@ -83,12 +83,14 @@ def _keep_programs(pytestconfig):
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_profiler():
-    """A trace is of the whole process: in that of all tests, half an hour old and with a hundred
-    threads, the profiler ends in a segmentation fault.
+    """Disables the profiler.
+
+    A trace covers the whole process. In a process with half an hour of tests and a hundred threads
+    the profiler crashes with a segmentation fault.
     """
 
     def refuse(*_, **__):
-        raise AssertionError("a test starts the profiler in a process of its own")
+        raise AssertionError("tests must start the profiler in a separate process")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.profiler, "start_trace", refuse)
@@ -97,7 +99,7 @@ def _no_profiler():
 
 @pytest.fixture(scope="session")
 def real_data() -> pathlib.Path:
-    """Folder of real text (CONVBERT_DATA, default ../shared/data); skips where it is absent."""
+    """Folder of real text (CONVBERT_DATA, default ../shared/data); skips if it does not exist."""
     folder = pathlib.Path(os.environ.get("CONVBERT_DATA", REPOSITORY.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(f"needs the real data folder; {folder.name} is absent, set CONVBERT_DATA")
@@ -105,13 +107,13 @@ def real_data() -> pathlib.Path:
 
 
 def pytest_collection_finish():
-    """What was imported stays: no collection of garbage need look at a million objects of it."""
+    """Excludes a million imported objects from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
-    """Tests for an accelerator need one, also where -m on the command line selects them."""
+    """Skips accelerator tests without an accelerator, even if selected by -m."""
     for name, platforms in (("gpu", ("gpu", "cuda")), ("tpu", ("tpu",))):
         for item in items:
             if item.get_closest_marker(name) and PLATFORM not in platforms:

@@ -1,7 +1,7 @@
-"""Google Cloud Storage on this machine, as far as TensorStore and gcsfs talk to it.
+"""Local Google Cloud Storage server with the API subset of TensorStore and gcsfs.
 
-The JSON API: objects are written whole or not at all, have a generation, can be read in parts,
-listed by prefix and deleted. Nothing can be renamed, appended to or locked.
+Implements the JSON API. Objects are written atomically, have a generation, and can be read in
+ranges, listed by prefix and deleted. Renaming, appending and locking do not exist.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ _OBJECTS = "/storage/v1/b/bucket/o"
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Objects of the one bucket, `bucket`, as the files of a folder.
+    """Objects of the bucket `bucket`, stored as files of a folder.
 
-    `fault(method, name)`, which a test may set, gives an HTTP status to fail with, or None.
+    Tests may set `fault(method, name)`, which returns an HTTP status to fail with, or None.
     """
 
     daemon_threads = True
@@ -43,7 +43,7 @@ class Server(http.server.ThreadingHTTPServer):
         return sorted(name for name in names if name.startswith(prefix))
 
     def generation(self, name: str) -> int:
-        """Of an object, 0 if there is none; a file's time, of which no two are the same."""
+        """Returns an object's generation: its file's unique timestamp, or 0 if it is missing."""
         try:
             return (self.folder / name).stat().st_mtime_ns
         except (FileNotFoundError, NotADirectoryError):
@@ -117,7 +117,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(200, json.dumps({"items": [self._metadata(name) for name in found]}).encode())
 
     def _may(self, method: str, name: str) -> bool:
-        """Whether nothing forbids it; answers, if something does."""
+        """Returns whether the request may proceed; otherwise sends the error response."""
         if status := self.server.fault(method, name):
             self._answer(status)
             return False
@@ -167,7 +167,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serving(folder: pathlib.Path) -> Iterator[Server]:
-    """A server of the objects in `folder`, on a thread of its own."""
+    """Serves the objects in `folder` from a thread."""
     server = Server(folder)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

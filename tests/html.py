@@ -8,7 +8,7 @@ from hypothesis import strategies
 
 from convbert_jax.recipes.reports.page import clean
 
-_FIRST, _LAST = "\ue000", "\ue001"  # around the number of a text
+_FIRST, _LAST = "\ue000", "\ue001"  # delimiters of a text's number
 _STAND_IN = re.compile(f"{_FIRST}([0-9]+){_LAST}")
 _PARTS = (
     *("<script>alert(1)</script>", "</style>", "</title>", '"><img src=x onerror=alert(1)>'),
@@ -31,8 +31,7 @@ TEXTS = strategies.lists(
 
 
 def check(make: Callable[[Sequence[str]], str], texts: Sequence[str]) -> None:
-    """Asserts that a page shows every one of `texts`, and that they change neither its tags nor its
-    attributes.
+    """Asserts that a page shows each of `texts`, and that texts change no tags or attributes.
 
     Args:
       make: texts -> page.
@@ -76,7 +75,7 @@ class Page(HTMLParser):
         return {tag for kind, tag, *_ in self.events if kind == "<"}
 
     def texts(self, tag: str) -> list[str]:
-        """The text of each element of that name; none may contain another."""
+        """Returns the text of each element with this name; such elements must not be nested."""
         found, open_ = [], False
         for kind, name, *_ in self.events:
             if kind == "text" and open_:

@@ -26,7 +26,7 @@ _ENDS = {"chinese": "。", "japanese": "。", "thai": " ", "hindi": "।"}
 
 
 def make_texts(language: str, count: int) -> list[str]:
-    """`count` documents of one to three sentences each."""
+    """Returns `count` documents of one to three sentences each."""
     rng = random.Random(language)
     words = LANGUAGES[language].split()
     space = "" if language in _WITHOUT_SPACES else " "

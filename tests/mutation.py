@@ -1,17 +1,17 @@
-"""Measures the power of the tests: which small faults in the package do they notice?
+"""Measures how many small faults in the package the tests detect.
 
     pip install pytest-cov
-    python -m tests.mutation cover FOLDER               which test executes which line
-    python -m tests.mutation run FOLDER [--tier=quick]  tries 120 mutants; continues where it ended
+    python -m tests.mutation cover FOLDER               records which test executes which line
+    python -m tests.mutation run FOLDER [--tier=quick]  tries 120 mutants; resumable
     python -m tests.mutation report FOLDER
 
 A mutant has one faulty expression. The tests that execute its line run, cheapest first, until one
-fails, for three minutes at most. FOLDER has the coverage data, the mutants and a file of results
+fails, for three minutes at most. FOLDER holds the coverage data, the mutants and a results file
 for each tier.
 
-To compare the tests of two commits, run both steps in a checkout of each; the second `run` takes
-the mutants of the first by `--mutants=FOLDER/mutants.jsonl` and finds them by file and source line,
-so lines that differ between the commits are left out of the comparison ("absent").
+To compare the tests of two commits, run both steps in a checkout of each. Pass the mutants of the
+first to the second `run` with `--mutants=FOLDER/mutants.jsonl`. Mutants are found by file and
+source line; lines that differ between the commits are excluded from the comparison ("absent").
 """
 
 import argparse
@@ -48,7 +48,7 @@ SWAPS: dict[type, type] = {
 
 
 class Mutant(NamedTuple):
-    """The expression `old` of a file's line is `new`; `start` and `end` are offsets in bytes.
+    """A fault that replaces the expression `old` by `new`; `start` and `end` are byte offsets.
 
     `text` is the line without indentation and comment; `number` counts equal mutants of equal
     lines of a file.
@@ -64,7 +64,7 @@ class Mutant(NamedTuple):
     number: int
 
     def key(self) -> tuple:
-        """Identifies the mutant in other commits, where lines have moved."""
+        """Identifies the mutant in other commits, where line numbers differ."""
         return self.path, self.text, self.old, self.new, self.number
 
 
@@ -87,7 +87,7 @@ def mutated(node: ast.expr) -> ast.expr | None:
 
 
 def mutants_of(path: pathlib.Path) -> Iterator[Mutant]:
-    """Yields all mutants of a file; annotations, docstrings and messages are left alone."""
+    """Yields all mutants of a file, except in annotations, docstrings and messages."""
     source = path.read_text(encoding="utf-8")
     lines = source.encode().splitlines(keepends=True)
     starts = [0, *itertools.accumulate(map(len, lines))]
@@ -114,7 +114,7 @@ def mutants_of(path: pathlib.Path) -> Iterator[Mutant]:
 
 
 def draw(covered: dict[str, dict[int, list[str]]]) -> list[Mutant]:
-    """Draws MUTANTS among the lines that a test executes, equally many of each of PARTS."""
+    """Draws MUTANTS among the executed lines, the same number from each of PARTS."""
     chosen, generator = [], random.Random(SEED)
     for number, part in enumerate(PARTS):
         found = [
@@ -168,7 +168,7 @@ def passing_tests(folder: pathlib.Path) -> dict[str, float]:
 
 
 def try_mutant(mutant: Mutant, tests: list[str], folder: pathlib.Path) -> tuple[str, float]:
-    """Returns "killed", "survived" or "time" (tests were left at the limit), and seconds."""
+    """Returns "killed", "survived" or "time" (not all tests ran), and seconds."""
     with tempfile.TemporaryDirectory() as place:
         checkout = pathlib.Path(place, "checkout")
         shutil.copytree(
@@ -203,7 +203,7 @@ def try_mutant(mutant: Mutant, tests: list[str], folder: pathlib.Path) -> tuple[
 
 
 def read_mutants(path: pathlib.Path) -> list[Mutant | None]:
-    """Returns the mutants that another checkout wrote; None where this one lacks the line."""
+    """Returns the mutants of another checkout; None where the line does not exist here."""
     written = [Mutant(**json.loads(line)) for line in path.read_text().splitlines()]
     here = {
         mutant.key(): mutant
@@ -215,10 +215,10 @@ def read_mutants(path: pathlib.Path) -> list[Mutant | None]:
 
 
 def run(folder: pathlib.Path, tier: str, written: pathlib.Path | None) -> None:
-    """Tries the mutants that the folder has no result of; prints each.
+    """Tries the mutants without a result in the folder; prints each.
 
     Args:
-      written: mutants.jsonl of another checkout; None: draws them and writes that file.
+      written: mutants.jsonl of another checkout; None: draws mutants and writes that file.
     """
     covered = covered_lines(folder)
     seconds = passing_tests(folder)

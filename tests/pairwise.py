@@ -1,4 +1,4 @@
-"""Few cases that contain every pair of values of independent parameters."""
+"""Pairwise test cases: few cases that cover every pair of parameter values."""
 
 import itertools
 from collections.abc import Sequence

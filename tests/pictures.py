@@ -1,10 +1,10 @@
-"""What a test can see of a picture."""
+"""Checks of rendered pictures."""
 
 import numpy as np
 
 
 def shows_something(path) -> bool:
-    """Whether a PNG has several colors, each on more than a few pixels."""
+    """Returns whether a PNG has several colors, each on more than a few pixels."""
     from matplotlib import image
 
     pixels = np.round(image.imread(path)[..., :3] * 15).reshape(-1, 3)

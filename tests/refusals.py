@@ -19,7 +19,7 @@ def refused(
     path: str | os.PathLike | None = None,
     line: int | None = None,
 ) -> Iterator[pytest.ExceptionInfo[UserError]]:
-    """Expects an error of `kind` whose parts are the given ones, and a message that contains them.
+    """Expects an error of `kind` with the given parts and a message that contains them.
 
     Args:
       mentions: names and values, not phrases, that the message also contains.

@@ -1,15 +1,15 @@
-"""How the suite runs: a pytest plugin named by tests/conftest.py.
+"""Test order, tiers and budget: a pytest plugin registered by tests/conftest.py.
 
 - `--tier=quick` leaves out the tests listed in tests/expensive.tsv and those marked `slow`;
   `--tier=expensive` runs only these.
   `--write-tiers` renews that file from the CPU seconds measured in the same run.
-- xdist's workers get the most expensive files first, so that none ends with a long one. The cost of
-  a test is its last duration (in pytest's cache), or else a guess by its marker.
-- The slowest files are printed with pytest's own slowest tests (`--durations`).
-- With CONVBERT_TEST_COMPLETE=1 a test skipped for want of a package fails; Apache Beam is exempt,
-  because it cannot be installed with the versions of the lock files.
-- With `--budget=MINUTES` no test starts later than that. Files that were not run for longest go
-  first, so that a few runs cover all of them; the end of the run lists what was left out.
+- xdist workers start with the most expensive files. The cost of a test is its last duration (in
+  pytest's cache), or else a guess by its marker.
+- The slowest files are printed with pytest's slowest tests (`--durations`).
+- With CONVBERT_TEST_COMPLETE=1 a test skipped because of a missing package fails. Apache Beam is
+  exempt, because it cannot be installed with the versions of the lock files.
+- With `--budget=MINUTES` no test starts later than that. The least recently run files go first,
+  so that a few runs cover all of them; the end of the run lists the remaining files.
 """
 
 import collections
@@ -20,20 +20,20 @@ import time
 
 import pytest
 
-# Keys of pytest's cache: duration of each test; when it was last run (seconds since 1970).
+# Keys of pytest's cache: duration of each test, and its last run in seconds since 1970.
 SECONDS, RUN_AT = "convbert_jax/seconds", "convbert_jax/run_at"
-# Seconds assumed for a test that was never run, by its marker.
+# Assumed seconds of a test that was never run, by marker.
 EXPECTED = {"slow": 20.0, "tpu_compile": 10.0, "parity": 1.0}
 EXPECTED_ELSE = 0.2
 SHOWN = 10
-LACKS = "could not import"  # the words of pytest.importorskip
+LACKS = "could not import"  # message of pytest.importorskip
 NO_BEAM = "needs Apache Beam, which conflicts with the lock files: see docs/pretraining.md"
 NO_TIME = "not started: the --budget is spent"
-# Tests that the quick tier leaves out, with their CPU seconds, and the totals.
+# Tests excluded from the quick tier, with their CPU seconds, and the totals.
 EXPENSIVE = pathlib.PurePath("tests", "expensive.tsv")
-# The whole way of a model, by commands: in the quick tier whatever it costs.
+# End-to-end commands, in the quick tier at any cost.
 ALWAYS_QUICK = "tests/end_to_end/test_paths.py"
-# CPU seconds of the tests in the quick tier; starting the processes and collecting comes on top.
+# CPU seconds of the tests in the quick tier, without process startup and collection.
 QUICK_CPU_SECONDS = 700.0
 
 needs_libtpu = pytest.mark.skipif(
@@ -50,7 +50,7 @@ class Running:
         self._seconds: dict[str, float] = collections.defaultdict(float)
         self._left_out: list[str] = []
         minutes = config.getoption("budget")
-        shared = {  # the controller sends it to the workers, which must agree on the order
+        shared = {  # sent to the workers, which must use the same order
             "seconds": self._recorded(SECONDS),
             "run_at": self._recorded(RUN_AT) if minutes is not None else {},
             "deadline": float("inf") if minutes is None else time.time() + 60 * minutes,
@@ -107,7 +107,7 @@ class Running:
     def pytest_sessionfinish(self, session):
         if self._cache and not hasattr(session.config, "workerinput"):
             for test in self._left_out:
-                self._seconds.pop(test, None)  # the teardown of a test that never started
+                self._seconds.pop(test, None)  # teardown of a test that never started
             now = dict.fromkeys(self._seconds, time.time())
             self._cache.set(SECONDS, self._recorded(SECONDS) | self._seconds)
             self._cache.set(RUN_AT, self._recorded(RUN_AT) | now)
@@ -130,7 +130,7 @@ class Running:
 
 
 class Costs:
-    """Measures CPU seconds of tests and, apart, of the fixtures that several tests share."""
+    """Measures the CPU seconds of tests and, separately, of shared fixtures."""
 
     def __init__(self):
         self._mark = cpu_seconds()
@@ -173,7 +173,7 @@ class Costs:
         return report
 
     def pytest_runtest_logreport(self, report):
-        if not hasattr(report, "cpu"):  # of a worker that crashed
+        if not hasattr(report, "cpu"):  # reported by a crashed worker
             return
         self.tests[report.nodeid] += report.cpu["own"]
         self.users[report.nodeid] = report.cpu["uses"]
@@ -217,17 +217,17 @@ def pytest_configure(config):
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of the children that it waited for."""
+    """Returns the CPU seconds of this process and the children that it waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def shared_fixtures(item: pytest.Item) -> list[str]:
-    """Names under which `Costs` may have measured the fixtures of a test."""
+    """Returns the names under which `Costs` may have measured a test's fixtures."""
     indices = getattr(getattr(item, "callspec", None), "indices", {})
     return [
         f"{place}::{name}[{indices.get(name, 0)}]"
-        for place in (_file(item.nodeid), "")  # of the file, of the session
+        for place in (_file(item.nodeid), "")  # file scope, session scope
         for name in item.fixturenames
     ]
 
@@ -238,13 +238,13 @@ def choose_quick(
     uses: dict[str, list[str]],
     budget: float,
 ) -> set[str]:
-    """Chooses `ALWAYS_QUICK` and the cheapest tests whose sum with shared fixtures fits a budget.
+    """Chooses `ALWAYS_QUICK` and the cheapest tests that fit a budget with their shared fixtures.
 
     Args:
-        tests: CPU seconds of each test without its shared fixtures.
+        tests: CPU seconds of each test without shared fixtures.
         fixtures: CPU seconds of each shared fixture.
-        uses: test -> the shared fixtures that it needs.
-        budget: CPU seconds of the chosen tests and of each fixture that they need, once.
+        uses: test -> required shared fixtures.
+        budget: CPU seconds of the chosen tests plus each required fixture, counted once.
     """
     sharers = collections.Counter(name for names in uses.values() for name in names)
 
@@ -266,7 +266,7 @@ def choose_quick(
 
 
 def write_expensive(path, tests, fixtures, uses, budget) -> None:
-    """Writes the tests that the quick tier leaves out; arguments as `choose_quick`."""
+    """Writes the tests excluded from the quick tier; arguments as for `choose_quick`."""
     chosen = choose_quick(tests, fixtures, uses, budget)
     paid = {name for test in chosen for name in uses[test]}
     quick = sum(tests[test] for test in chosen) + sum(fixtures[name] for name in paid)
@@ -306,7 +306,7 @@ def sort_by_cost(items: list[pytest.Item], recorded: dict[str, float]) -> None:
 
 
 def sort_by_age(items: list[pytest.Item], run_at: dict[str, float]) -> None:
-    """Puts the files first whose least recently run test is oldest, or was never run."""
+    """Sorts files by the last run of their oldest test; tests that were never run go first."""
     oldest = collections.defaultdict(lambda: float("inf"))
     for item in items:
         file = _file(item.nodeid)

@@ -1,7 +1,6 @@
-"""One small run of each model family, made once per process: a pytest plugin named by
-tests/conftest.py.
+"""One small run of each model family, created once per process.
 
-A test that changes a run's folder copies it first.
+A pytest plugin registered by tests/conftest.py. Tests that change a run's folder copy it first.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ from convbert_jax.config import Config, fit_to_steps, from_config_dict, to_dict
 from convbert_jax.interop.matching import replace
 from convbert_jax.training.environment import devices
 
-if TYPE_CHECKING:  # processes that collect other tests need not import it
+if TYPE_CHECKING:  # avoids the import in processes that collect other tests
     from convbert_jax import recipes
 
 SMALL = {
@@ -55,7 +54,7 @@ PAIRS = {
     "tokenizer.vocab_size": 34,
     "tokenizer.lowercase": True,
 }
-# The words of a toy language and their translations.
+# Toy lexicon: words and their translations.
 LEXICON = {
     "Ada": "un",
     "bo": "DO",
@@ -68,7 +67,7 @@ LEXICON = {
 
 
 def make_config(**fields) -> Config:
-    """make_config(section__field=value): a validated config of a model that compiles fast."""
+    """Returns a validated config of a small model: make_config(section__field=value)."""
     values = {**SMALL, **{name.replace("__", "."): value for name, value in fields.items()}}
     whole = {name: values.pop(name) for name in list(values) if "." not in name}
     return from_config_dict(to_dict(replace(Config(**whole), values)))
@@ -76,7 +75,7 @@ def make_config(**fields) -> Config:
 
 @contextlib.contextmanager
 def one_device() -> Iterator[None]:
-    """Makes the package see one of the simulated devices; programs for one compile much faster."""
+    """Shows the package one simulated device; programs for one device compile much faster."""
     with pytest.MonkeyPatch.context() as patch:
         find = devices.find_devices
         patch.setattr(devices, "find_devices", lambda config: find(config)[:1])
@@ -87,7 +86,7 @@ def write_pairs(folder: pathlib.Path, name: str, count: int, seed: int = 0) -> s
     """Writes sentences of one to five words and their translations by `LEXICON`.
 
     Returns:
-      their source, "parallel:FILE,FILE".
+      Source of the pairs, "parallel:FILE,FILE".
     """
     rng, sides = random.Random(seed), ([], [])
     for _ in range(count):
@@ -110,7 +109,7 @@ def write_task(folder: pathlib.Path) -> None:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> str:
-    """A source of a few hundred paragraphs, from the standard library's modules."""
+    """Source of a few hundred paragraphs from the standard library's modules."""
     paragraphs = []
     for module in (typing, subprocess, pathlib):
         paragraphs += pathlib.Path(module.__file__).read_text().split("\n\n")
@@ -131,13 +130,13 @@ def pretraining_config(text) -> Config:
         optimizer__warmup_steps=1,
         checkpoint__every=4,
     )
-    assert fit_to_steps(config, {"train.steps": 4}) == {}  # as a command line would have it
+    assert fit_to_steps(config, {"train.steps": 4}) == {}  # as on a command line
     return config
 
 
 @pytest.fixture(scope="session")
 def pretrained(pretraining_config, tmp_path_factory) -> "recipes.PretrainingResult":
-    """An encoder after four steps of config.recipe=replaced_token."""
+    """An encoder after four steps with config.recipe=replaced_token."""
     from convbert_jax import recipes
 
     with one_device():
@@ -157,7 +156,7 @@ def translation_config(pairs) -> Config:
 
 @pytest.fixture(scope="session")
 def translated(translation_config, tmp_path_factory) -> "recipes.PretrainingResult":
-    """A translator that has learned `LEXICON`, with checkpoints of steps 100, 200 and 300."""
+    """A translator trained on `LEXICON`, with checkpoints of steps 100, 200 and 300."""
     from convbert_jax import recipes
 
     with one_device():
@@ -188,7 +187,7 @@ def finetuning_config(pretrained, tmp_path_factory) -> Config:
 
 @pytest.fixture(scope="session")
 def finetuned(finetuning_config, tmp_path_factory) -> "recipes.FinetuningResult":
-    """A classifier of one task and two seeds, fine-tuned from `pretrained`."""
+    """A classifier of one task with two seeds, fine-tuned from `pretrained`."""
     from convbert_jax import recipes
 
     with one_device():

@@ -1,8 +1,8 @@
-"""Traces ops, models and objectives while signatures are checked (tests/test_shapes.py).
+"""Traces ops, models and objectives with checked signatures (tests/test_shapes.py).
 
-Every form of an op that runs on a CPU, forward and backward; each mixer with one pre-training loss
-and in one model that writes text. Nothing is compiled. It runs in a separate process, because
-signatures are checked from the import on, and other tests pass wrong shapes on purpose.
+Covers every CPU implementation of an op, forward and backward, and each mixer with one
+pre-training loss and in one generative model. Nothing is compiled. Runs in a separate process,
+because signatures are checked from import on, and other tests pass wrong shapes on purpose.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ CHECKED = ("ops", "models", "objectives", "decoding")
 
 
 def check_arrays(function: Callable) -> Callable:
-    """Applies beartype to arguments that are annotated as arrays, and to no others."""
+    """Applies beartype to array annotations only."""
     function.__annotations__ = {
         name: hint if _is_of_arrays(hint) else object
         for name, hint in function.__annotations__.items()
@@ -38,7 +38,7 @@ def _is_of_arrays(hint: object) -> bool:
 
 
 def trace(function: Callable, *shapes: jax.ShapeDtypeStruct) -> None:
-    """`function` of arrays of these shapes, and its gradient."""
+    """Traces `function` and its gradient for arrays of these shapes."""
 
     def both(*arrays):
         out, pull = jax.vjp(function, *arrays)
@@ -95,7 +95,7 @@ def trace_steps() -> None:
 
 
 def trace_sequences() -> None:
-    """Models that write text, of whole rows and decoded: each mixer in one of two models."""
+    """Traces training and decoding of generative models: each mixer in one of two models."""
     from flax import nnx
 
     from convbert_jax.config import ModelSection
@@ -190,6 +190,6 @@ def main() -> None:
         trace_text()
         from convbert_jax.ops.softmax import softmax
 
-        wrong = jnp.ones((4, 5), bool)  # in a function that checks nothing
+        wrong = jnp.ones((4, 5), bool)  # unchecked function
         with refused(jaxtyping.TypeCheckError, "visible"):
             softmax(jnp.zeros((2, 3)), wrong, jnp.float32)

@@ -1,4 +1,4 @@
-"""Every number of a config has bounds, and no value of any field gets past them as a traceback."""
+"""Bounds of config fields: every number has them, and no value causes a traceback."""
 
 import math
 import typing
@@ -84,7 +84,7 @@ def test_any_json_is_a_config_or_one_sentence(values):
 
 
 def test_both_ends_hold():
-    """One step beyond each end is refused, by a sentence that names field, value and range."""
+    """One step beyond each bound is an error that names field, value and range."""
     for path, bounds in BOUNDS.items():
         many = typing.get_origin(TYPES[path]) is tuple
         step = 1 if isinstance(bounds.low, int) else 0.0

@@ -1,4 +1,4 @@
-"""Command lines, read in this process: what they ask for, and faults as one sentence."""
+"""Command lines, parsed in this process: results and errors."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def read(*arguments) -> command_line.Request:
 
 
 def refused(*arguments, field=None, mentions="") -> str:
-    """Returns the message of the error that a command line ends with, one line."""
+    """Returns the one-line error message of a command line."""
     with refusals.refused(UserError, mentions, field=field) as caught:
         read(*arguments)
     assert "\n" not in str(caught.value)
@@ -229,7 +229,7 @@ def test_a_model_that_writes_may_write_otherwise():
 
 
 def test_who_reads_the_help_may_have_enough():
-    """As of `--help | head`."""
+    """For example `--help | head`."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-m", "convbert_jax.main", TINY, "--help"]
@@ -287,7 +287,7 @@ SMALL = "--config=configs/small.py"  # 1,000,000 steps, a warm-up of 10,000, eva
 
 
 def intervals(request: command_line.Request) -> tuple[int, ...]:
-    """Warm-up, and the steps between log lines, evaluations, checkpoints."""
+    """Returns the warm-up, and the intervals of log lines, evaluations and checkpoints."""
     c = request.config
     return c.optimizer.warmup_steps, c.train.log_every, c.train.eval_every, c.checkpoint.every
 
@@ -303,7 +303,7 @@ def intervals(request: command_line.Request) -> tuple[int, ...]:
         ((SMALL, "--config.train.steps=10"), (1, 1, 10, 10)),
         ((SMALL, "--config.train.steps=1"), (0, 1, 1, 1)),
         ((TINY,), (100, 20, 200, 200)),
-        ((TINY, "--config.train.steps=600"), (75, 20, 150, 150)),  # the same share, 100 of 800
+        ((TINY, "--config.train.steps=600"), (75, 20, 150, 150)),  # same fraction: 100 of 800
         ((TINY, "--config.train.steps=10", "--config.train.eval_every=3"), (1, 1, 3, 10)),
         ((TINY, "--config.train.steps=10", "--config.optimizer.warmup_steps=10"), (10, 1, 10, 10)),
         ((TINY, "--config.train.steps=10", "--config.checkpoint.every=5k"), (1, 1, 10, 5_000)),
@@ -312,7 +312,7 @@ def intervals(request: command_line.Request) -> tuple[int, ...]:
 def test_a_short_trial_needs_one_override(arguments, expected):
     request = read(*arguments)
     assert intervals(request) == expected
-    assert intervals(read(*arguments)) == expected  # a resume has the same
+    assert intervals(read(*arguments)) == expected  # a resume gets the same
 
 
 def test_a_given_warm_up_that_does_not_fit_is_refused():
@@ -333,7 +333,7 @@ def test_what_was_fitted_is_one_line_of_the_log(caplog):
 
 
 def test_what_a_run_keeps_is_not_fitted(tmp_path):
-    """Nor is a config made in Python: `from_config_dict` takes what it is given."""
+    """Neither stored configs nor configs made by `from_config_dict` are adjusted."""
     config = read(SMALL).config
     (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
     flags = (f"--config={tmp_path}/config.json", "--config.train.steps=20k")
@@ -344,7 +344,7 @@ def test_what_a_run_keeps_is_not_fitted(tmp_path):
 
 
 def keep(folder, config: Config) -> None:
-    """Makes `folder` look like a run of `config`."""
+    """Gives `folder` the files of a run of `config`."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(to_dict(config)))
 
@@ -445,14 +445,14 @@ def test_help_of_a_config_lists_every_field_as_an_override(tmp_path):
     given = [shlex.split(line)[0] for line in lines]
     assert len(given) == len(field_types())
     assert read(SMALL, *given).config == config
-    assert "\n      nominal heads; head width = hidden_size // heads\n" in text  # in the line
+    assert "\n      nominal heads; head width = hidden_size // heads\n" in text  # within its line
     assert "\n      Release: Adam without it\n" in text
     keep(tmp_path / "run", config)
     assert "--config.train.steps=5000" in help_of(f"--workdir={tmp_path}/run", "--help")
 
 
 def test_every_comment_of_a_field_is_found():
-    """As often as the sources of the sections have one."""
+    """Every comment in the sources of the sections is found."""
     found = comments()
     assert found.keys() == field_types().keys()
     assert found["seed"] == ""
@@ -512,7 +512,7 @@ def test_a_best_metric_that_no_evaluation_gives(arguments, field, mentions):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_processes_that_do_not_come_are_one_sentence(index):
-    """The runtime's own end of such a wait is a page of C++."""
+    """The JAX runtime would print a C++ stack trace after such a wait."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Configs: every shipped one reads, faults are one sentence, the release's numbers come out."""
+"""Configs: shipped files load, invalid values are errors, and official hyperparameters match."""
 
 import ast
 import collections
@@ -43,7 +43,7 @@ def test_shipped_configs_read_and_survive_json(name, variant):
 
 
 def test_paper_differs_from_default_in_every_quirk():
-    """Each field that a comment marks as the release's must differ, or be the same on purpose."""
+    """Each field marked as official in a comment must differ, or be equal on purpose."""
     assert changed_by("small", "paper") == RELEASE
     assert changed_by("base", "paper") == RELEASE | {"optimizer.release_replicas"}
 
@@ -59,8 +59,8 @@ def test_bert_is_its_recipe():
     assert (config.recipe, config.train.batch_size) == ("masked_lm", 256)
     assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (1e-4, 10_000)
     chosen = config.objective.mask_token_fraction, config.objective.random_token_fraction
-    assert chosen == (0.8, 0.1)  # and a tenth unchanged
-    for size in SIZES:  # a size that Hugging Face's BertForMaskedLM can hold
+    assert chosen == (0.8, 0.1)  # the remaining tenth is unchanged
+    for size in SIZES:  # sizes that Hugging Face's BertForMaskedLM supports
         network = outline(load(size, "bert"))["main"]
         assert network.family == "bert"
         check_expressible(network)
@@ -88,7 +88,7 @@ def test_electra_is_its_recipe(size, width, rate, steps, batch, length, generato
     for network in outline(config).values():
         assert network.family == "electra"
         check_expressible(network)
-    # Its code is that of ConvBERT's release, but for what that has changed.
+    # Its code is ConvBERT's official code, except for ConvBERT's changes.
     own = {"model.mask_convolution", "data.release_builder_bug"}
     both = changed_between(load("small", "paper"), config) & RELEASE
     assert both == own
@@ -97,12 +97,12 @@ def test_electra_is_its_recipe(size, width, rate, steps, batch, length, generato
 def test_bert_with_its_pairs():
     config, longer, small = (load("bert", size) for size in ("base", "base_512", "small"))
     assert (config.objective.sentence_pairs, config.data.layout) == ("next", "pairs")
-    # What base.py:bert leaves out, and what follows from it.
+    # Fields that base.py:bert leaves out, and dependent fields.
     assert changed_between(config, load("base", "bert")) == {
         "objective.sentence_pairs", "data.layout", "train.steps", "optimizer.decay_to",
-        "generator.size", "generator.scan_unroll",  # it has none
+        "generator.size", "generator.scan_unroll",  # no generator
     }  # fmt: skip
-    # Two runs, one schedule: a line from 1e-4 to 0 in a million steps.
+    # Equal schedules in two runs: linear from 1e-4 to 0 in a million steps.
     first, second = config.optimizer, longer.optimizer
     assert config.train.steps + longer.train.steps == 1_000_000
     whole = first.learning_rate / 1_000_000
@@ -116,7 +116,7 @@ def test_bert_with_its_pairs():
 
 @pytest.mark.parametrize("size", ["small", "small_plus_plus", "medium_small", "base"])
 def test_electra_and_convbert_at_equal_everything(size):
-    """The command of configs/electra.py."""
+    """Parses the command in configs/electra.py."""
     value = f"configs/electra.py:{size}"
     electra = config_files.make_config(value, {})
     convbert = config_files.make_config(value, {"model.mixer": "mixed"})
@@ -125,12 +125,12 @@ def test_electra_and_convbert_at_equal_everything(size):
 
 
 def changed_by(name, variant):
-    """Fields that the variant of a config sets otherwise than its default, but its name."""
+    """Returns the fields, except the name, that a variant sets to other than the default."""
     return changed_between(load(name), load(name, variant))
 
 
 def changed_between(default, other):
-    """Fields in which two configs differ, but their names."""
+    """Returns the fields, except the names, in which two configs differ."""
     changed = set()
     for section in dataclasses.fields(Config):
         first, second = (getattr(config, section.name) for config in (default, other))
@@ -172,7 +172,7 @@ RELEASE = {
     ],
 )
 def test_release_hyper_parameters(name, rate, batch, generator):
-    """As the release's `configure_pretraining.py` has them."""
+    """Values from the official `configure_pretraining.py`."""
     config = load(name, "paper")
     assert (config.optimizer.learning_rate, config.train.batch_size) == (rate, batch)
     assert (config.train.steps, config.optimizer.warmup_steps) == (1_000_000, 10_000)
@@ -234,7 +234,7 @@ def test_faults_are_one_sentence(section, field, value, mentions):
 
 
 def test_pairs_split_into_any_number_of_microbatches():
-    """Their batches are made to; config.train.batch_size is not read."""
+    """Pair batches are built to size; config.train.batch_size is not used."""
     values = to_dict(load("translation", "tiny"))
     values["train"] |= {"accumulation": 3, "batch_size": 128}
     assert from_config_dict(values).train.accumulation == 3
@@ -245,7 +245,7 @@ def test_a_head_ratio_without_effect_is_refused():
     values["model"] |= {"mixer": "attention", "head_ratio": 4}
     with refused(ConfigError, "bottleneck", field="config.model.head_ratio", value=4):
         from_config_dict(values)
-    values["model"]["head_ratio"] = 2  # the default, as stored runs have it
+    values["model"]["head_ratio"] = 2  # the default, as stored in existing runs
     assert from_config_dict(values).encoder.stages[0].layer.mixer.attention_heads == 4
     values["model"]["mixer"] = "bottleneck"
     for ratio in (1, 2, 4):
@@ -280,7 +280,7 @@ def test_config_dicts_are_locked():
         ("--config.train.steps=100k", 100_000),
         ("--config.train.steps=2.5M", 2_500_000),
         ("--config.train.steps=10_000", 10_000),
-        ("--config.seed=9007199254740993", 9_007_199_254_740_993),  # no float has it
+        ("--config.seed=9007199254740993", 9_007_199_254_740_993),  # not representable as float64
         ("--config.optimizer.learning_rate=1", 1.0),
         ("--config.optimizer.learning_rate=.5e-3", 0.0005),
         ("--config.model.mask_convolution=false", False),
@@ -332,11 +332,11 @@ def test_bad_overrides_are_one_sentence(given, mentions):
         overrides.take([given])
 
 
-# Files that define, bound, check or rewrite fields: naming one there does not make it count.
+# Files that define, bound, check or rewrite fields; uses there do not count.
 ABOUT_FIELDS = {"finetuning", "own_task", "reading", "sections", "short_runs"}
 
 
-# What holds a derived config; a section is held by the attribute of its name.
+# Attributes that hold a derived config; a section is held by the attribute of its name.
 DERIVED = {
     "EmbeddingsConfig": {"embeddings", "config"},
     "EncoderConfig": {"encoder", "config"},
@@ -348,12 +348,12 @@ DERIVED = {
 
 
 def fields_read(tree: ast.Module, owners: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """(class, field) of each attribute that a module reads of a config.
+    """Returns (class, field) of each config attribute that a module reads.
 
     Args:
-      owners: class -> attributes that hold one, as `objective` in `config.objective`.
+      owners: class -> names of attributes that hold it, such as `objective` in `config.objective`.
     """
-    held = collections.defaultdict(set)  # name in this module -> classes it may be
+    held = collections.defaultdict(set)  # name in this module -> possible classes
     for cls, names in DERIVED.items():
         for name in names - {"config"}:
             held[name].add(cls)
@@ -389,19 +389,19 @@ def fields_read(tree: ast.Module, owners: dict[str, set[str]]) -> set[tuple[str,
 
 
 def test_every_field_is_read_somewhere():
-    """No dead options: code of the package reads each field, of its own section."""
+    """Code of the package reads each field from its section."""
     package = pathlib.Path(config_lib.__file__).parent.parent
     sections = [f for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)]
     owners = {section.type.__name__: {section.name} for section in sections}
     owners |= {"Config": {"config"}, **DERIVED}
-    read = {("Config", "variant")}  # by configs/
+    read = {("Config", "variant")}  # read by configs/
     for path in package.rglob("*.py"):
         about = path.parent == package / "config" and path.stem in ABOUT_FIELDS
         if not about and path.parent != package / "config" / "checks":
             read |= fields_read(ast.parse(path.read_text()), owners)
-    # Of these two what a stage leaves out is taken from the other, by name.
+    # Read by name: a stage's missing settings come from the model section.
     read |= {("ModelSection", name) for cls, name in read if cls == "StageSection"}
-    # A mixer that convolves takes what its own fields are called.
+    # Read by name: a mixer takes the settings that its fields name.
     for spec in map(mixers.find, mixers.MIXERS):
         read |= {("MixerSettings", field.name) for field in dataclasses.fields(spec)}
     declared = {(c, f.name) for c in owners for f in dataclasses.fields(getattr(config_lib, c))}
@@ -442,7 +442,7 @@ def test_variants_of_convolutions_alone(size, variant):
     if variant == "dilated":
         assert [mixer.dilation for mixer in mixers[:5]] == [1, 2, 4, 8, 1][: len(mixers)]
     else:
-        wanted = [3, 7, 15, 31, 31, 31, 31][: len(mixers)]  # Wu et al. 2019, of 7 layers
+        wanted = [3, 7, 15, 31, 31, 31, 31][: len(mixers)]  # Wu et al. 2019, 7 layers
         assert [mixer.kernel_size for mixer in mixers[:7]] == wanted
     schedule = {"model.kernel_size", "model.kernel_sizes", "model.dilations"}
     assert changed_by(size, variant) <= schedule | {"model.mixer"}

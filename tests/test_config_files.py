@@ -1,4 +1,4 @@
-"""Config files from any folder: the package's, the user's own, and what they import."""
+"""Config files from any folder: shipped files, user files and their imports."""
 
 import concurrent.futures
 import os
@@ -24,8 +24,9 @@ def get_config(variant="default"):
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """A working directory without configs, on Python's path as `python -m` puts it there, and not
-    the repository.
+    """Working directory without configs, first on sys.path as with `python -m`.
+
+    The repository is not on sys.path.
     """
     monkeypatch.chdir(tmp_path)
     repository = str(config_files._shipped().parent)
@@ -74,7 +75,7 @@ def test_a_folder_of_that_name_of_another_project_is_not_in_the_way(elsewhere):
         "from configs import helper\ndef get_config():\n    return {'seed': helper.SEED}"
     )
     assert seed("own.py") == 8
-    (elsewhere / "configs" / "__init__.py").write_text("SEED = 1_009")  # edited in between
+    (elsewhere / "configs" / "__init__.py").write_text("SEED = 1_009")  # edited between loads
     assert seed("own.py") == 1_009
 
 
@@ -88,7 +89,7 @@ def test_what_python_has_imported_stays_as_it_was(elsewhere):
 
 
 def test_threads_that_make_configs_do_not_see_each_other(elsewhere):
-    for name, seconds in (("first", 0.3), ("second", 0.9)):  # the second begins within the first
+    for name, seconds in (("first", 0.3), ("second", 0.9)):  # the second starts during the first
         late = f"    import time; time.sleep({seconds})\n    from configs import variants\n"
         (elsewhere / f"{name}.py").write_text(f"def get_config():\n{late}    return {{'seed': 9}}")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -127,7 +128,7 @@ def test_a_home_of_nobody_is_one_sentence():
 
 
 def test_a_user_without_a_home_is_one_sentence(monkeypatch):
-    """As in a container that runs as a number that no account has."""
+    """For example, a container that runs with a user id without an account."""
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 123_456_789)
     with refused(UserError, "HOME", path="~/mine.py"):
@@ -149,6 +150,6 @@ def test_changed_fields_are_checked_by_name_and_type():
 
 
 def test_a_whole_section_is_not_replaced():
-    """As a row of a table in Python may name one: all of its other fields became defaults."""
+    """A Python sweep row that named a section would reset its other fields to defaults."""
     with refused(ConfigError, "train.steps", field="config.train"):
         config_files.make_config("tiny", {"train": {"steps": 5}})

@@ -1,4 +1,4 @@
-"""What a person sees of a run: whole lines, with or without a progress bar."""
+"""Console output of a run: whole lines, with and without a progress bar."""
 
 import io
 import logging
@@ -11,7 +11,7 @@ from convbert_jax import console
 
 
 def shown(stream: str) -> list[str]:
-    """Lines of a terminal: what was written last, from the left."""
+    """Returns the lines of a terminal: the last text written, from the left."""
     lines = []
     for line in stream.split("\n"):
         cells = ""

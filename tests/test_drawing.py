@@ -1,4 +1,4 @@
-"""Pictures: what is written, and that a notebook goes on to show its own."""
+"""Pictures: written files, and no side effects on a notebook's figures."""
 
 import matplotlib
 
@@ -7,7 +7,7 @@ from tests.pictures import shows_something
 
 
 def test_a_picture_leaves_matplotlib_as_it_was(tmp_path):
-    """Above all the backend: with another one a notebook shows nothing any more."""
+    """Another backend would stop a notebook from showing its figures."""
     before = matplotlib.get_backend()
     matplotlib.use("svg")
     settings = dict(matplotlib.rcParams)
@@ -21,7 +21,7 @@ def test_a_picture_leaves_matplotlib_as_it_was(tmp_path):
 
 
 def test_dollars_are_no_formula(tmp_path):
-    """Two of them in a text began one, which lost its blanks or was an error."""
+    """Two dollar signs would start a formula, which drops spaces or fails."""
     for name, text in (("two", "$5 or $6"), ("broken", r"$\frac$")):
         with drawing.open_figure(tmp_path / name, (3, 2), [text]) as figure:
             title = figure.suptitle(text)

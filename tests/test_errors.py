@@ -1,4 +1,4 @@
-"""Messages of refusals: they repeat the beginning of a value, whatever its length."""
+"""Error messages quote only the beginning of long values."""
 
 import pickle
 
@@ -27,7 +27,7 @@ def check(message: str, value: str) -> None:
 @settings(max_examples=40, deadline=None)
 @given(path=st.sampled_from(sorted(field_types())))
 def test_a_field_of_the_command_line(value, path):
-    said = ""  # some fields take any text
+    said = ""  # some fields accept any text
     try:
         with flagsaver.flagsaver():
             command_line.read(["main.py", TINY, "--workdir=x", f"--config.{path}={value}"])

@@ -1,4 +1,4 @@
-"""Files of ours: whatever is in them, what comes out is a value or one sentence."""
+"""The package's files: any content gives a value or a one-sentence error."""
 
 import contextlib
 import json

@@ -1,11 +1,11 @@
-"""The rule of direction: which package of ours may import which, read off the source."""
+"""Import rules: which package may import which, read from the source."""
 
 import ast
 import pathlib
 import re
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "convbert_jax"
-# The first rows: what everything above them may use.
+# Packages that all higher layers may import.
 BELOW = {
     *("config", "interfaces", "links", "files", "drawing", "workdir", "machine"),
     *("ops", "data", "models", "training", "objectives", "decoding"),
@@ -46,7 +46,7 @@ ALLOWED = {
         *("config_files", "command_line", "main"),
     },
 }
-# The same between the rooms of a package; what stands outside of them is free.
+# Rules within a package; modules outside its subpackages are unrestricted.
 ROOMS = {
     "data": {
         "tables": set(),
@@ -82,7 +82,7 @@ ROOMS = {
 
 
 def _imports(path: pathlib.Path) -> set[tuple[str, ...]]:
-    """Modules of ours that a file imports, as the parts of their names."""
+    """Returns the package's modules that a file imports, as name parts."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -105,7 +105,7 @@ def test_the_page_of_the_architecture_says_the_same():
 
 
 def _wrong_imports(path: pathlib.Path) -> list[str]:
-    """Returns what a file imports against the tables, as sentences."""
+    """Returns violations of the tables in a file, as sentences."""
     package, *folders = path.relative_to(PACKAGE).with_suffix("").parts
     if package not in ALLOWED:
         return [f"{package}: has no row in ALLOWED"]

@@ -1,4 +1,4 @@
-"""Signals while the main thread is inside of a function that handles none, as a compiler does."""
+"""Signals while the main thread runs C code, such as a compiler, that handles no signals."""
 
 import signal
 import subprocess
@@ -16,7 +16,7 @@ import gc, hashlib, signal, threading, time
 from convbert_jax import console, interrupts
 console.set_up_logging()
 """
-# Minutes of hashing in C, and a handler as training has.
+# Hashing in C for minutes, with the signal handler of training.
 INSIDE = f"""{BEGIN}
 with interrupts.handled(report_after=0.3, exit_after=0.5):
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -24,7 +24,7 @@ with interrupts.handled(report_after=0.3, exit_after=0.5):
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 """
 FREE = INSIDE.replace("    hashlib", "    with interrupts.nothing_to_save():\n        hashlib")
-# A signal before there is nothing to save.
+# A signal before there is state to save.
 LATE = f"""{BEGIN}
 with interrupts.handled(report_after=0.1, exit_after=0.5):
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -34,7 +34,7 @@ with interrupts.handled(report_after=0.1, exit_after=0.5):
     with interrupts.nothing_to_save():
         time.sleep(100)
 """
-# An interrupt in a callback of the garbage collector: Python prints its traceback and drops it.
+# An interrupt in a garbage-collector callback: Python prints its traceback and drops it.
 DROPPED = f"""{BEGIN}
 def callback(phase, info):
     print("up", flush=True) if phase == "start" else None
@@ -110,7 +110,7 @@ def test_a_program_that_ends_by_itself_is_left_alone():
     ("seconds", "code"), [(0.0, 0), (interrupts.ECHO + 0.1, -signal.SIGTERM)], ids=["echo", "later"]
 )
 def test_an_echo_of_sigterm_after_the_end_does_not_kill_and_a_later_one_does(seconds, code):
-    """A launcher may pass a signal on when the program has ended but for its exit."""
+    """A launcher may forward a signal while the program is exiting."""
     process = start(QUICK + "time.sleep(4)")
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "saved\n"
@@ -126,10 +126,10 @@ def test_handlers_and_state_are_restored():
         assert signal.getsignal(signal.SIGTERM) != before
         with interrupts.nothing_to_save():
             pass
-        interrupts._report(signal.SIGTERM)  # as the thread does; would end the tests before
+        interrupts._report(signal.SIGTERM)  # called by the thread; would otherwise end the tests
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == -1
-    with interrupts.nothing_to_save():  # a signal of an earlier block ends nothing
+    with interrupts.nothing_to_save():  # signals of an earlier block do not count
         pass
     with interrupts.handled(), interrupts.nothing_to_save():
         pass
@@ -157,7 +157,7 @@ RAISED, END = "raised inside", "end of the block"
         ((), False, [END]),
         ((signal.SIGINT,), False, [END, "KeyboardInterrupt"]),
         ((signal.SIGINT,), True, ["KeyboardInterrupt"]),
-        # A launcher may pass on the one that the process got already.
+        # A launcher may forward a signal that the process has already received.
         ((signal.SIGTERM, signal.SIGTERM), False, [END, "Stopped"]),
         # A second Ctrl-C is not delayed.
         ((signal.SIGINT, signal.SIGINT), False, [RAISED, END, "KeyboardInterrupt"]),
@@ -171,7 +171,7 @@ def test_deferred_signals_reach_their_handler_at_the_end(numbers, fails, expecte
                 for number in numbers:
                     try:
                         signal.raise_signal(number)
-                    except KeyboardInterrupt:  # as a library that swallows it
+                    except KeyboardInterrupt:  # like a library that swallows it
                         found.append(RAISED)
                 if fails:
                     raise ValueError

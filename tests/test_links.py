@@ -1,4 +1,4 @@
-"""Run folders with symbolic links that a stranger made: nothing outside of them changes."""
+"""Untrusted run folders with symbolic links: files outside of them never change."""
 
 import os
 import time
@@ -19,7 +19,7 @@ from tests.training import tiny_run
 
 @pytest.fixture
 def outside(tmp_path):
-    """A folder of somebody else's files."""
+    """A folder that belongs to another user."""
     folder = tmp_path / "outside"
     folder.mkdir()
     (folder / "precious").write_text("precious")
@@ -34,7 +34,7 @@ def run(tmp_path):
     return folder
 
 
-# Where earlier versions wrote before they renamed.
+# Temporary names of earlier versions.
 GUESSED = ["config.json", "report.html", "metrics.jsonl", "tracker.json", "curves.png"]
 
 
@@ -83,7 +83,7 @@ def test_a_copied_file_replaces_a_link(run, outside):
 
 
 def test_names_of_other_files_cannot_be_guessed(run, monkeypatch):
-    """Libraries write them, which follow links."""
+    """Libraries write these files and follow links."""
     monkeypatch.setattr(time, "time", lambda: 1e9)
     names = set()
     for _ in range(2):
@@ -133,6 +133,6 @@ def test_temporary_files_of_a_killed_process_are_removed(run):
     with Workdir(run).open(Config()):
         pass
     assert [path.exists() for path in [*old, new, *others]] == [False] * 3 + [True] * 3
-    with lock(run):  # nobody else prepares here
+    with lock(run):  # no other process prepares data here
         assert not new.exists()
     assert all(path.exists() for path in others)

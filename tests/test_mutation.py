@@ -1,4 +1,4 @@
-"""tests/mutation.py makes faults that change a program and still are one."""
+"""Mutants of tests/mutation.py are valid programs that differ from the original."""
 
 import ast
 import json

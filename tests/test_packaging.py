@@ -1,4 +1,4 @@
-"""What an installation declares, and the locks beside it."""
+"""Declared dependencies of the package, and its lock files."""
 
 import ast
 import importlib.metadata
@@ -16,17 +16,17 @@ import convbert_jax
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 OURS = {"convbert_jax", "configs"}
-# Imported where they are found, with a sentence that says how to get them where they are not.
+# Optional imports; a missing package is an error with installation instructions.
 OPTIONAL = {
     *("torch", "transformers", "datasets", "optuna", "submitit", "mlflow", "wandb", "apache_beam"),
-    "coverage",  # of tests.mutation
+    "coverage",  # used by tests.mutation
 }
 LOCK = runpy.run_path(str(REPOSITORY / "launch" / "lock.py"))
 LOCKS = sorted(REPOSITORY.glob("requirements-*.lock"))
 
 
 def _imported(folder: str) -> dict[str, str]:
-    """Top-level module -> a file that imports it."""
+    """Returns top-level module -> a file that imports it."""
     found = {}
     for path in sorted((REPOSITORY / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -104,7 +104,7 @@ def test_importing_the_package_loads_no_jax():
     "program", ["-m convbert_jax.main --help", "-m convbert_jax.demo --help", "launch/sweep.py"]
 )
 def test_a_checkout_into_which_nothing_was_installed(program):
-    """-S: without any site-packages."""
+    """-S leaves out site-packages."""
     said = subprocess.run(
         [sys.executable, "-S", *program.split()],
         cwd=REPOSITORY,

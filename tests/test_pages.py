@@ -27,14 +27,14 @@ ENDS = {"|", "&&", ";", ">"}
 
 
 def commands(page: pathlib.Path) -> list[list[str]]:
-    """Returns the commands of a page: lines of its shell blocks, and `python …` in its text."""
+    """Returns the commands of a page: lines of its shell blocks, and inline `python …`."""
     text = page.read_text()
     blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"`([^`\n]*)`", re.sub(r"```.*?```", "", text, flags=re.S))
     found = []
     for line in lines:
-        line = re.sub(r'.*--command="(.*)".*', r"\1", line)  # an argument of gcloud ssh
+        line = re.sub(r'.*--command="(.*)".*', r"\1", line)  # argument of gcloud ssh
         if not (start := STARTS.search(line)) or "…" in line or "NAME" in line.split("#")[0]:
             continue
         lexer = shlex.shlex(line[start.start() :], posix=True, punctuation_chars="|&;>")
@@ -51,7 +51,7 @@ def test_the_commands_of_a_page_parse(page):
         if program == "-m":
             program, arguments = words[2], words[3:]
         if program == "convbert_jax.main":
-            with flagsaver.flagsaver():  # a bucket would need its package here
+            with flagsaver.flagsaver():  # buckets would require their package here
                 command_line.read(["main.py", *(w.replace("gs:/", "") for w in arguments)])
         elif program == "launch/local_cluster.sh":
             with flagsaver.flagsaver():
@@ -69,7 +69,7 @@ def test_the_commands_of_a_page_parse(page):
     "file", sorted((REPOSITORY / "configs").glob("*.py")), ids=lambda file: file.stem
 )
 def test_the_commands_in_the_docstring_of_a_config_parse(file):
-    """They are copied: a line without a backslash at its end would lose the flags of the next."""
+    """Users copy them; a missing backslash would drop the flags of the next line."""
     lines = ast.get_docstring(ast.parse(file.read_text())).replace("\\\n", " ").splitlines()
     assert [line for line in lines if line.lstrip().startswith("--config") and line[0] == " "] == []
     for line in lines:
@@ -81,7 +81,7 @@ def test_the_commands_in_the_docstring_of_a_config_parse(file):
 
 
 def known_fields() -> set[str]:
-    """Paths of all fields and sections."""
+    """Returns the paths of all fields and sections."""
     return {path[: end.start()] for path in field_types() for end in re.finditer(r"\.|$", path)}
 
 
@@ -93,7 +93,7 @@ def test_fields_that_a_page_names_exist():
 
 
 def test_fields_that_a_message_names_exist():
-    """In errors and log lines; the constant parts of an f-string count."""
+    """Checks errors and log lines, including the constant parts of f-strings."""
     known, wrong = known_fields(), []
     for file in sorted((REPOSITORY / "convbert_jax").rglob("*.py")):
         tree = ast.parse(file.read_text())

@@ -1,4 +1,4 @@
-"""What is logged while something takes long."""
+"""Log lines of slow operations."""
 
 import time
 

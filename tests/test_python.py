@@ -1,4 +1,4 @@
-"""The package from Python: the examples of its documentation, and the command line's numbers."""
+"""Python API: documentation examples, and the same results as the command line."""
 
 import doctest
 import json
@@ -30,7 +30,7 @@ def _one_device():
 
 
 def without_times(records):
-    """What a run has learned, not how fast."""
+    """Returns a run's metrics without timings."""
     return [
         {n: v for n, v in record.items() if not any(part in n for part in NOT_NUMBERS)}
         for record in records
@@ -63,7 +63,7 @@ def test_the_examples_of_the_documentation(pretrained, translated, text, tmp_pat
 
 
 def test_pretraining_is_that_of_the_command_line(pretrained, pretraining_config, tmp_path):
-    """By the file of its config, which a ConfigDict and changed fields give too."""
+    """A config file, a ConfigDict and changed fields give the same result."""
     values = to_config_dict(pretraining_config).unlock()
     values.train.steps = 2
     found = convbert_jax.pretrain(values, tmp_path / "run", **{"train.steps": 4})
@@ -101,7 +101,7 @@ def test_mistakes_are_one_sentence(call, mentions):
 
 
 def test_a_section_that_is_given_keeps_its_other_fields():
-    """As its fields by path do; each of them was a default instead."""
+    """Other fields of the section keep their values, as with fields given by path."""
     wanted = convbert_jax.load_config("tiny", **{"train.steps": 50, "model.layers": 2})
     section = to_config_dict(wanted).train
     assert wanted.train.batch_size != type(wanted.train)().batch_size
@@ -143,11 +143,12 @@ def test_the_platform_is_chosen_before_jax_looks_for_devices(tmp_path):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """Python of a fresh virtual environment with nothing but `pip install .` of this package; what
-    it needs is lent by the environment of these tests.
+    """Python of a fresh virtual environment with only `pip install .` of this package.
+
+    Dependencies come from the environment of the tests.
     """
     folder = tmp_path_factory.mktemp("installed")
-    source = folder / "source"  # pip builds in the folder that it is given
+    source = folder / "source"  # pip builds inside the source folder
     source.mkdir()
     for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py", "requirements.txt"):
         shutil.copy(REPOSITORY / name, source)
@@ -188,11 +189,11 @@ print("done", run.evaluation["mlm_loss"])
 
 @pytest.mark.slow
 def test_a_notebook_and_the_command_line_after_pip_install(installed, text, tmp_path):
-    """In a folder of its own, far from the checkout; both come to the same numbers."""
+    """Runs in a separate folder away from the checkout; both give the same numbers."""
     start = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
     result = subprocess.run([installed, "-c", NOTEBOOK, text], **start)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("done "), result.stdout  # nothing else is printed
+    assert result.stdout.startswith("done "), result.stdout  # no other output
     flags = ["data.workers=1", "model.layers=1", "model.hidden_size=32", "model.embedding_size=32"]
     flags += ["model.heads=2", "model.ffn_size=64", "tokenizer.vocab_size=200", "train.steps=4"]
     flags += ["train.batch_size=8", "train.eval_rows=16", f"data.source={text}"]

@@ -1,6 +1,4 @@
-"""How the suite runs: the most expensive file first, a table of files, tiers by measured cost, no
-skip where all must run, a budget of minutes.
-"""
+"""Test runner: order by cost, table of files, measured tiers, complete runs and time budget."""
 
 import os
 import subprocess
@@ -34,8 +32,8 @@ def suite(tmp_path):
             env={
                 **os.environ,
                 "PYTHONPATH": str(REPOSITORY),
-                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take seconds to import
-                "CONVBERT_TEST_COMPLETE": "",  # which CI sets for the suite itself
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # slow to import
+                "CONVBERT_TEST_COMPLETE": "",  # CI sets it for the suite
                 **environment,
             },
             capture_output=True,
@@ -49,13 +47,13 @@ def suite(tmp_path):
 
 
 def order_of(printed: str) -> list[str]:
-    """Files in the order in which one worker ran them."""
+    """Returns files in the order in which one worker ran them."""
     lines = [line for line in printed.splitlines() if "PASSED" in line]
     return list(dict.fromkeys(line.split()[-1].partition("::")[0] for line in lines))
 
 
 def test_workers_begin_with_the_dearest_file(suite):
-    """By marker at first, then by what was measured; the table shows the dearest."""
+    """Ordered by marker at first, then by duration; the table shows the most expensive files."""
     workers = ("-v", "--numprocesses=1", "--dist=loadfile", "--no-loadscope-reorder")
     code, printed = suite(*workers)
     assert code == 0, printed
@@ -79,7 +77,7 @@ def test_a_package_that_is_not_there_is_an_error_where_all_must_run(suite, tmp_p
     (tmp_path / "test_d.py").write_text(content)
     code, printed = suite("test_d.py")
     assert "1 skipped" in printed
-    assert code in (0, 5)  # nothing failed; of a file that skips nothing was collected
+    assert code in (0, 5)  # pytest returns 5 if no test was collected
     code, printed = suite("test_d.py", CONVBERT_TEST_COMPLETE="1")
     assert code in (1, 2)
     assert "could not import" in printed
@@ -103,9 +101,9 @@ def test_apache_beam_may_be_absent(suite, tmp_path):
 
 
 def test_a_budget_leaves_out_what_another_run_begins_with(suite):
-    """The first run has time for one file only; the next one begins with the others."""
+    """The first run has time for one file; the next one starts with the others."""
     workers = ("-v", "--numprocesses=1", "--dist=loadfile", "--no-loadscope-reorder")
-    assert suite(*workers, "test_c.py")[0] == 0  # now the dearest, and the last one run
+    assert suite(*workers, "test_c.py")[0] == 0  # now the most expensive and the last one run
     code, printed = suite(*workers, "--budget=10")
     assert code == 0, printed
     assert order_of(printed) == ["test_b.py", "test_a.py", "test_c.py"]
@@ -115,12 +113,12 @@ def test_a_budget_leaves_out_what_another_run_begins_with(suite):
     assert "4 skipped" in printed
     assert "4 tests not started: the --budget is spent" in printed
     assert "    2 of test_a.py" in printed
-    code, printed = suite(*workers)  # what was not begun keeps its time: test_c is dearest still
+    code, printed = suite(*workers)  # skipped tests keep their durations
     assert order_of(printed)[0] == "test_c.py"
 
 
 def test_tiers_are_measured_written_and_used(suite, tmp_path):
-    """A test of the file with a costly shared fixture is left out, its cheap neighbors are not."""
+    """A test with a costly shared fixture is left out; cheap tests of its file are not."""
     (tmp_path / "tests").mkdir()
     table = tmp_path / "tests" / "expensive.tsv"
     burn = "\nimport time\ndef burn():\n    end = time.process_time() + 0.3\n"

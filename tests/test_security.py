@@ -1,4 +1,4 @@
-"""Folders of strangers: no mode and no function executes what they name."""
+"""Untrusted folders: no mode and no function executes code that they name."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def _nothing_allowed(monkeypatch):
 
 @pytest.fixture(scope="module")
 def run(make_run):  # noqa: F811
-    """A run of a stranger: random weights and the code that its config will name."""
+    """An untrusted run: random weights, and code that its config will name."""
     folder, _ = make_run()
     (folder / "payload.py").write_text(
         "import pathlib\npathlib.Path(__file__).with_name('executed').touch()\n"
@@ -67,7 +67,7 @@ def change(folder: pathlib.Path, **fields) -> None:
 
 @pytest.fixture
 def evil(run, tmp_path, monkeypatch):
-    """The stranger's run as ./evil, named as Python finds it there."""
+    """The untrusted run as ./evil, where Python can import it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
@@ -80,12 +80,12 @@ def evil(run, tmp_path, monkeypatch):
 
 
 def start(*arguments) -> None:
-    """What `python -m convbert_jax.main` does."""
+    """Runs the main program with these arguments."""
     with flagsaver.flagsaver():
         main.main(main._read_command_line(["main.py", *arguments]))
 
 
-# Every mode, and every flag and field that names a folder.
+# Every mode, and every flag and field that takes a folder.
 COMMANDS = {
     "train": ("--workdir=evil",),
     "json": ("--config=evil/config.json", "--workdir=new"),
@@ -137,7 +137,7 @@ def test_no_mode_executes_what_a_folder_names(command, run, evil, tmp_path, capf
     assert error.value.code in (1, 2)
     said = capfd.readouterr().err
     assert not (evil / "executed").exists()
-    if command != "distill_from":  # refused before it is read: the run has no head of a task
+    if command != "distill_from":  # rejected earlier: the run has no task head
         assert f"{PAYLOAD} names Python" in said
         assert f"--plugins={PAYLOAD}" in said
     assert "Traceback" not in said
@@ -176,7 +176,7 @@ def test_an_optimizer_that_a_folder_names_is_not_executed(command, evil, capfd):
         start(*COMMANDS[command])
     assert not (evil / "executed").exists()
     assert "--plugins=evil.payload:make" in capfd.readouterr().err
-    assert convbert_jax.load("evil").encode(["a"]).shape == (1, 32)  # which needs no optimizer
+    assert convbert_jax.load("evil").encode(["a"]).shape == (1, 32)  # needs no optimizer
     assert not (evil / "executed").exists()
 
 
@@ -199,7 +199,7 @@ def test_the_demo_executes_nothing(evil, monkeypatch, capfd):
 
 
 def test_a_sweep_executes_what_its_own_command_names_alone(evil, tmp_path):
-    """Its runs are processes that get the permission by their command lines."""
+    """Sweep runs are processes that get the permission on their command lines."""
     flags = ("sweep.py", "--config=sweep.py", "--workdir=sweep")
     table = (
         "from convbert_jax.sweeps import Sweep, Variant\n\ndef get_sweep():\n"
@@ -240,7 +240,7 @@ def test_what_the_command_line_names_is_used(named, evil, tmp_path, capfd):
 def test_processes_that_a_mode_starts_get_the_permission(evil):
     with flagsaver.flagsaver():
         request = main._read_command_line(["main.py", TINY, f"--plugins={OWN}"])
-    assert f"--plugins={OWN}" in request.config_flags  # of --mode=verify_resume
+    assert f"--plugins={OWN}" in request.config_flags  # --mode=verify_resume passes it on
 
 
 def test_what_a_config_file_in_python_names_is_used(evil, tmp_path):
@@ -269,7 +269,7 @@ def test_what_the_caller_names_is_used(how, evil):
         found = convbert_jax.load_config("evil/config.json", trust_remote_code=True)
     assert found.encoder.stages[0].layer.mixer.gain == 1.0
     assert convbert_jax.load_config("tiny").model.mixer != OWN
-    with pytest.raises(PluginError):  # trust ends with the call
+    with pytest.raises(PluginError):  # permission ends with the call
         plugins.check_allowed(PAYLOAD, "config.model.mixer")
 
 
@@ -299,12 +299,12 @@ DEFAULT = Config().train.compile_cache
 
 
 class Enough(Exception):
-    """The folder of compiled programs is known."""
+    """Ends a run once the folder of compiled programs is known."""
 
 
 @pytest.fixture
 def folders(evil, monkeypatch):
-    """The folders that are asked to hold compiled programs, of a run that names another one."""
+    """Records the compile cache folders that a run requests; its config names another one."""
     change(evil, model__mixer="attention", train__compile_cache="gs://stranger/cache")
     asked = []
 
@@ -334,7 +334,7 @@ def test_no_function_reads_compiled_programs_of_a_stranger(call, folders):
 
 
 def test_a_stored_folder_of_compiled_programs_is_ignored(evil, tmp_path):
-    """Neither read, nor compared, nor written again."""
+    """The folder is neither read, compared nor stored."""
     change(evil, model__mixer="attention", train__compile_cache=str(tmp_path / "cache"))
     config = Workdir(evil).read_config()
     assert config.train.compile_cache == DEFAULT

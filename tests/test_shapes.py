@@ -1,4 +1,4 @@
-"""Shapes and types of arrays are what signatures say."""
+"""Arrays have the shapes and dtypes of their annotations."""
 
 import subprocess
 import sys

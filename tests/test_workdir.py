@@ -1,4 +1,4 @@
-"""One run per workdir, and never a run of another model or corpus."""
+"""One run per workdir, always with its model and corpus."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def replace(section: str, **changes) -> Config:
 
 
 def keep(folder, config=CONFIG, *, checkpoint=True):
-    """What a run leaves: its config, and a checkpoint if it came so far."""
+    """Writes the files of a run: its config, and a checkpoint if `steps` is positive."""
     with Workdir(folder).open(config):
         if checkpoint:
             (folder / "checkpoints" / "3").mkdir(parents=True)
@@ -63,7 +63,7 @@ def test_a_flipped_bit_of_a_config_never_passes_unseen(bit, opens, tmp_path_fact
         assert str(file) in message
         assert file.read_bytes() == content
     else:
-        assert found == CONFIG  # another blank, or another spelling of the same value
+        assert found == CONFIG  # whitespace or number spelling differs
 
 
 @pytest.mark.parametrize("line", ['"seed": 0', '"steps": 1000000'])
@@ -107,9 +107,9 @@ def test_another_model_or_corpus_is_refused(tmp_path, section, changes):
 
 @pytest.mark.parametrize(("section", "changes"), OTHERS)
 def test_a_start_that_made_nothing_binds_nothing(tmp_path, section, changes):
-    """A typo fails, and the corrected command is the next one."""
+    """A corrected command works after a failed one."""
     keep(tmp_path, checkpoint=False)
-    (tmp_path / "checkpoints").mkdir()  # opened, and nothing saved
+    (tmp_path / "checkpoints").mkdir()  # created, but without checkpoints
     (tmp_path / "results.jsonl").touch()
     changed = replace(section, **changes)
     keep(tmp_path, changed, checkpoint=False)
@@ -117,7 +117,7 @@ def test_a_start_that_made_nothing_binds_nothing(tmp_path, section, changes):
 
 
 def test_a_field_younger_than_the_run_had_its_default(tmp_path):
-    """Eight replicas in place of one change the gradient's size under Adam's moments."""
+    """Eight replicas instead of one change the gradient's scale relative to Adam's moments."""
     keep(tmp_path)
     kept = to_dict(CONFIG)
     del kept["optimizer"]["release_replicas"]
@@ -156,18 +156,18 @@ def test_the_way_out_keeps_the_shards(tmp_path):
     keep(tmp_path)
     with pytest.raises(WorkdirError) as caught:
         keep(tmp_path, replace("train", batch_size=64))
-    assert "config.data.directory" not in str(caught.value)  # there are none
+    assert "config.data.directory" not in str(caught.value)  # no shards exist
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "metadata.json").write_text("{}")
     with refused(WorkdirError, f"--config.data.directory={tmp_path}/data"):
         keep(tmp_path, replace("train", batch_size=64))
-    with pytest.raises(WorkdirError) as caught:  # of another length these are of no use
+    with pytest.raises(WorkdirError) as caught:  # shards of another length cannot be used
         keep(tmp_path, replace("data", length=64))
     assert "config.data.directory" not in str(caught.value)
 
 
 def damages():
-    """Name -> content of config.json that is not what was written."""
+    """Returns name -> damaged content of config.json."""
     values = decided_by_run(to_dict(CONFIG))
     whole = json.dumps(values)
     found = {
@@ -263,7 +263,7 @@ def test_a_file_in_the_way(tmp_path):
 
 
 def test_a_vocabulary_that_is_its_own_copy_is_kept(tmp_path):
-    """As of a run that went on by its copy, and begins anew without its checkpoints."""
+    """For example, a resumed run that uses its copy, or one that restarts without checkpoints."""
     (tmp_path / "vocab.txt").write_text("[PAD]")
     workdir = Workdir(tmp_path / "run")
     for source in (tmp_path / "vocab.txt", workdir.vocabulary / "vocab.txt"):
@@ -272,7 +272,7 @@ def test_a_vocabulary_that_is_its_own_copy_is_kept(tmp_path):
         assert workdir.read_fingerprints() == {"": "of it"}
 
 
-# Written out once more: a field that loses or gains its mark is seen here.
+# Written out on purpose: detects fields that become or stop being bound.
 MAY_CHANGE = {
     "": ("platform", "compute_dtype"),
     "model": ("attention", "convolution", "remat", "scan_unroll"),
@@ -286,8 +286,8 @@ MAY_CHANGE = {
     ),
     "checkpoint": ("every", "keep", "keep_every", "best_metric", "best_mode", "huggingface_every"),
     "mesh": ("data", "fsdp", "tensor", "sequence"),
-    "distillation": ("teacher",),  # where it lies: its checksum is bound
-    "decoding": tuple(field.name for field in dataclasses.fields(CONFIG.decoding)),  # all
+    "distillation": ("teacher",),  # only a location: its checksum is bound
+    "decoding": tuple(field.name for field in dataclasses.fields(CONFIG.decoding)),  # all fields
     "finetune": (
         *("tasks", "data", "show_best", "seeds", "vectorize_seeds", "eval_batch_size"),
         *("save_models", "checkpoint_minutes"),
@@ -300,9 +300,9 @@ def test_exactly_these_fields_may_change(recipe):
     expected = {f"{section}.{name}".strip(".") for section, n in MAY_CHANGE.items() for name in n}
     if recipe != "finetune":
         names = (field.name for field in dataclasses.fields(CONFIG.optimizer))
-        # where they lie: their content is bound
+        # only locations: their content is bound
         expected |= {"tokenizer.path", "parallel.target_vocabulary"}
-        # the gradient is so many times larger, Adam's moments are not; another method has others
+        # scales the gradient but not Adam's moments; methods have different moments
         bound = ("release_replicas", "method")
         expected |= {f"optimizer.{name}" for name in names if name not in bound}
     found = {path for path in field_types() if is_changeable(Config, path, recipe)}

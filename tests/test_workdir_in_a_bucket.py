@@ -1,4 +1,4 @@
-"""A workdir in a bucket: a fake one."""
+"""A workdir in a fake bucket."""
 
 import contextlib
 import dataclasses
@@ -32,13 +32,13 @@ __all__ = ["objects", "server"]  # the fixtures
 
 @pytest.fixture
 def bucket(objects):
-    """A workdir in the bucket, and the folder that it is."""
+    """A workdir in the bucket, and the folder with its objects."""
     return Workdir("gs://bucket/run"), objects / "run"
 
 
 @pytest.fixture
 def short(monkeypatch):
-    """Signs of life every few hundredths of a second; silence is as long as ever."""
+    """Heartbeats every few hundredths of a second; the timeout is unchanged."""
     monkeypatch.setattr(ownership, "SIGN_EVERY", 0.02)
 
 
@@ -54,7 +54,7 @@ def test_config(bucket):
     assert not (on_disk / ".lock").exists()
     assert workdir.read_config() == Config()
     (on_disk / "checkpoints" / "3").mkdir(parents=True)
-    assert not workdir.steps(), "Orbax has not ended it"
+    assert not workdir.steps(), "Orbax has not finished it"
     (on_disk / "checkpoints" / "3" / "commit_success.txt").touch()
     assert workdir.steps() == [3]
     other = dataclasses.replace(Config(), seed=5)
@@ -105,7 +105,7 @@ input()
 
 @pytest.fixture
 def another():
-    """A process of this machine that owns a folder, and what it says of itself there."""
+    """Simulates another process of this machine that owns the folder."""
     command = [sys.executable, "-c", LIVES]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -125,7 +125,7 @@ def test_the_folder_of_a_process_that_was_killed_here_is_free_at_once(
     process.kill()
     if waited_for:
         process.wait()
-    else:  # nobody has asked how it ended
+    else:  # its exit status was not collected
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     on_disk.mkdir()
     (on_disk / ".lock").write_text(f"process 1 on this since noon\n0 0\n{said}\n")
@@ -159,7 +159,7 @@ def test_an_owner_that_may_live_is_waited_for(case, another, bucket, monkeypatch
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells")
 @pytest.mark.parametrize("alone", [True, False])
 def test_one_of_several_processes_does_not_say_which_it_is(alone, bucket):
-    """The others may be at work yet when it is gone."""
+    """The other processes may still run when it is gone."""
     workdir, on_disk = bucket
     with workdir.open(Config(), alone=alone):
         said = (on_disk / ".lock").read_text()
@@ -183,7 +183,7 @@ def test_a_run_that_ends_while_the_next_one_waits(bucket, monkeypatch):
 
 
 def test_the_first_of_two_runs_ends_before_it_saves(bucket, server, gone_at_once):
-    """As after a pause so long that another start took it for gone."""
+    """The first run was paused until another start took over."""
     workdir, on_disk = bucket
     second = Workdir("gs://bucket/run")
 
@@ -208,7 +208,7 @@ def test_fine_tuning_ends_before_it_keeps_a_run(bucket):
         (on_disk / ".lock").write_text("process 1 on another since noon\n0 0\n")
         with refused(OwnershipError, "process 1 on another"):
             unfinished.Unfinished(workdir, {}, 1.0).keep(None)
-    assert (on_disk / ".lock").exists(), "another run has it by now"
+    assert (on_disk / ".lock").exists(), "another run owns it"
 
 
 def test_a_run_whose_successor_has_ended_writes_nothing_over_it(bucket):
@@ -245,7 +245,7 @@ def test_a_start_that_is_refused_leaves_the_owner(bucket, gone_at_once):
         with pytest.raises(WorkdirError):
             workdir.open(dataclasses.replace(Config(), seed=5)).__enter__()
         assert (on_disk / ".lock").read_text() == "process 1 on another"
-    assert (on_disk / ".lock").exists(), "another run has it by now"
+    assert (on_disk / ".lock").exists(), "another run owns it"
 
 
 def test_shards_lie_with_the_run_or_where_it_is_said(bucket, tmp_path):
@@ -309,7 +309,7 @@ def test_the_page_of_a_run(bucket):
 
 
 def write_a_trace(folder):
-    """As the profiler, which tests do not start in their own process (conftest.py)."""
+    """Writes files like the profiler, which tests do not start (see conftest.py)."""
     place = pathlib.Path(folder, "plugins", "profile", "now")
     place.mkdir(parents=True)
     (place / "host.xplane.pb").write_bytes(b"trace")
@@ -332,7 +332,7 @@ def test_a_whole_run(bucket, server, tmp_path, monkeypatch):
     assert tiny_run.run(workdir.path, tiny_run.make_config(8)).step == 8
     assert workdir.steps() == [4, 6, 8]
     assert any("checkpoints/8/params" in name for name in server.written)
-    assert [path.name for path in tmp_path.iterdir()] == ["objects"], "nothing beside the bucket"
+    assert [path.name for path in tmp_path.iterdir()] == ["objects"], "nothing outside the bucket"
     steps = [line["step"] for line in reporting.read_metrics(workdir.metrics)]
     assert steps == [2, 4, 4, 6, 6, 8, 8]
 
