@@ -1,11 +1,11 @@
-"""Largest difference between our outputs and those of the PyTorch classes, by size and direction.
+"""Largest output difference from the PyTorch classes, by size and direction of conversion.
 
     pip install torch==2.13.0 "transformers>=5"      # not in requirements.txt
     python -m benchmarks.fidelity.conversion
 
-Random weights of standard deviation --spread (layer norms around 1), 4 rows of 128 random tokens,
-full and padded to the right, float32. Beside it the largest difference that the Paddle port of the
-published weights gives for its own conversion (its README), on weights and inputs of its own.
+Random weights with standard deviation --spread (layer norms around 1), 4 rows of 128 random tokens,
+full and right-padded, float32. The column "Paddle port" is the largest difference that the Paddle
+port of the published weights reports in its README, for different weights and inputs.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PADDLE = {"small": "2.9e-6", "medium_small": "2.8e-6", "base": "8.1e-6"}
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", default=list(PADDLE))
-    parser.add_argument("--spread", type=float, default=0.05, help="of the weights")
+    parser.add_argument("--spread", type=float, default=0.05, help="standard deviation of weights")
     arguments = parser.parse_args()
     print("| model | direction | discriminator, hidden | its logits | generator, hidden | its "
           "logits | Paddle port | seconds |")  # fmt: skip
@@ -50,11 +50,11 @@ def main():
                 f"| {size} | {direction} | {shown} | {PADDLE[size]} | {seconds:.0f} |", flush=True
             )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"\npeak memory {peak:.1f} GiB, PyTorch's reading of the folders included")
+    print(f"\npeak memory {peak:.1f} GiB, including PyTorch's loading of the folders")
 
 
 def make_networks(size: str, spread: float) -> dict[str, networks.Network]:
-    """Discriminator and generator of a published size; of the small one the form that fits."""
+    """Returns discriminator and generator of a published size, with consistent heads for small."""
     config = importlib.import_module(f"configs.{size}").get_config("paper").to_dict()
     config["generator"]["release_heads"] = size != "small"
     config = from_config_dict(config)
@@ -70,7 +70,7 @@ def make_networks(size: str, spread: float) -> dict[str, networks.Network]:
 
 
 def from_pytorch(folder: Path, parts):
-    """PyTorch's class writes, we read, outputs of the class that wrote are the measure."""
+    """PyTorch saves, this package reads; compared with the outputs of the PyTorch classes."""
     import transformers
 
     found = {}
@@ -80,7 +80,7 @@ def from_pytorch(folder: Path, parts):
         kind = huggingface.huggingface_config.architecture(network)
         getattr(transformers, kind).from_pretrained(ours).save_pretrained(theirs)
         read = huggingface.read_folder(theirs).networks["main"]
-        if network.has("rtd_head"):  # no class of theirs has it: it goes along by our file
+        if network.has("rtd_head"):  # has no PyTorch class
             head = {k: v for k, v in network.parameters.items() if k.startswith("rtd_head")}
             read = dataclasses.replace(read, parameters={**read.parameters, **head})
             found[name] = certify(ours, read)
@@ -90,7 +90,7 @@ def from_pytorch(folder: Path, parts):
 
 
 def to_pytorch(folder: Path, parts):
-    """We write, PyTorch's class reads."""
+    """This package saves, PyTorch reads."""
     found = {}
     for name, network in parts.items():
         huggingface.write_network(folder / name, network, pad_id=0)
@@ -99,7 +99,7 @@ def to_pytorch(folder: Path, parts):
 
 
 def through_tensorflow(folder: Path, parts):
-    """We write TensorFlow's format, read it, write Hugging Face's, PyTorch's class reads."""
+    """This package saves in TensorFlow format, reads it, exports to Hugging Face; PyTorch reads."""
     tensorflow1.write_checkpoint(folder / "model.ckpt-0", parts, step=0)
     return to_pytorch(folder, tensorflow1.read_checkpoint(folder / "model.ckpt-0").networks)
 

@@ -1,12 +1,12 @@
-"""Largest difference between fairseq's own models and ours, which read what it saved.
+"""Largest difference between fairseq models and their conversions to this package.
 
     pip download --no-deps fairseq==0.12.2 && tar xzf fairseq-0.12.2.tar.gz
     pip install --target=deps --no-deps omegaconf==2.3.0 hydra-core==1.3.2 sacrebleu==2.4.3 \
         antlr4-python3-runtime==4.9.3 portalocker tabulate colorama bitarray lxml regex
     PYTHONPATH=fairseq-0.12.2:deps python -m benchmarks.fidelity.fairseq_parity
 
-Random weights (layer norms around 1), four pairs of random ids, sources padded on the left there
-and on the right here, float32 on the CPU. Texts are those of fairseq's SequenceGenerator, beam 4.
+Random weights (layer norms around 1), four pairs of random ids, float32 on the CPU. Sources are
+left-padded for fairseq and right-padded here. Texts come from fairseq's SequenceGenerator, beam 4.
 """
 
 import argparse
@@ -31,7 +31,7 @@ JOINED = {"share_all_embeddings": True}
 LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True}
 PRE = {"encoder_normalize_before": True, "decoder_normalize_before": True}
 ALONE = {"tokens_per_sample": 64, "decoder_normalize_before": True}
-# architecture, what is said besides, how it is saved: args, cfg as a dict, cfg as omegaconf
+# architecture, further options, saved form: args, cfg as a dict, cfg as omegaconf
 CASES = (
     ("lightconv_iwslt_de_en", LIGHT, "args"),
     ("lightconv_iwslt_de_en", DYNAMIC, "cfg"),
@@ -48,7 +48,7 @@ CASES = (
     ("transformer", LEARNED | {"activation_fn": "gelu"}, "args"),
     ("lightconv_lm", DYNAMIC | ALONE | {"share_decoder_input_output_embed": True}, "args"),
 )
-# What a parser adds to every command line.
+# Options that fairseq's parser adds to every command line.
 PARSED = {
     "weight_softmax": True, "dropout": 0.1, "attention_dropout": 0.1, "relu_dropout": 0.0,
     "no_token_positional_embeddings": False, "source_lang": "de", "target_lang": "en",
@@ -61,7 +61,7 @@ BEGIN, PAD = 2, 1
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=64, help="of layers; 0: the published one")
+    parser.add_argument("--width", type=int, default=64, help="layer width; 0: published")
     parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)))
     arguments = parser.parse_args()
     allow_mutable_defaults()
@@ -77,7 +77,7 @@ def main():
 
 
 def allow_mutable_defaults() -> None:
-    """fairseq 0.12 has dataclasses as defaults of fields, which Python refuses from 3.11 on."""
+    """Makes fairseq 0.12 importable: its dataclass defaults are rejected since Python 3.11."""
     source = inspect.getsource(dataclasses._get_field)
     start = source.index("    # For real fields, disallow mutable defaults.")
     without = source[:start] + source[source.index("    return f", start) :]
@@ -85,7 +85,7 @@ def allow_mutable_defaults() -> None:
 
 
 def make(folder: Path, arch: str, said: dict, form: str, width: int):
-    """A model of fairseq with its dictionaries, saved as its trainer saves."""
+    """Returns a fairseq model with its dictionaries, saved in the format of its trainer."""
     import fairseq.models.lightconv_lm  # noqa: F401
     from fairseq.data import Dictionary
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -133,7 +133,7 @@ def make(folder: Path, arch: str, said: dict, form: str, width: int):
 
 
 def compare(model, dictionaries, found: FairseqModel) -> list[str]:
-    """Differences for a row of the table."""
+    """Returns the differences of a table row."""
     for theirs, ours in zip(dictionaries, found.dictionaries, strict=True):
         assert tuple(theirs.symbols) == ours.entries
     rng = np.random.default_rng(0)
@@ -164,7 +164,7 @@ def compare(model, dictionaries, found: FairseqModel) -> list[str]:
 
 
 def compare_texts(model, dictionary, given, ours, rights, seen) -> list[str]:
-    """How many of a beam are the same, and the largest difference of their scores."""
+    """Returns the number of equal texts of a beam and the largest score difference."""
     from fairseq.sequence_generator import SequenceGenerator
 
     generator = SequenceGenerator(
@@ -195,7 +195,7 @@ def compare_texts(model, dictionary, given, ours, rights, seen) -> list[str]:
 
 
 def pad(texts, left: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Rows, and which of their tokens are no padding."""
+    """Returns padded rows and the mask of their tokens."""
     longest = max(map(len, texts))
     rows = [
         [PAD] * (longest - len(t)) + t if left else t + [PAD] * (longest - len(t)) for t in texts

@@ -1,7 +1,7 @@
-"""Exact match and F1 of a SQuAD predictions file, computed again by nothing of the package.
+"""Exact match and F1 of a SQuAD predictions file, independent of the package.
 
-Reads the data set's own JSON (gzip or not) and {question id: answer}; standard library only, so
-that its numbers are a check on those that fine-tuning prints.
+Reads the data set's JSON (gzip or not) and {question id: answer} with the standard library only,
+to verify the scores that fine-tuning prints.
 
     python benchmarks/fidelity/squad_evaluation.py dev-v1.1.json.gz WORKDIR/.../predictions.json
 """
@@ -16,7 +16,7 @@ WORD_CHARACTERS = set(string.ascii_letters + string.digits + "_")
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words without punctuation and articles, character by character."""
+    """Returns lower-case words without punctuation and articles, character by character."""
     kept = "".join(character for character in text.lower() if character not in string.punctuation)
     out, run = [], ""
     for character in kept + " ":  # an article is a whole run of word characters
@@ -42,7 +42,7 @@ def overlap(prediction: list[str], truth: list[str]) -> float:
 
 
 def evaluate(articles: list[dict], predictions: dict[str, str]) -> dict[str, float]:
-    """{"exact_match", "f1"} in percent, by the rules of 2.0 if any question is impossible."""
+    """Returns {"exact_match", "f1"} in percent, by SQuAD 2.0 if any question is impossible."""
     questions = [q for a in articles for p in a["paragraphs"] for q in p["qas"]]
     second = any(q.get("is_impossible") for q in questions)
     exact = f1 = 0.0
