@@ -1,14 +1,14 @@
-"""Attention alone: what each form costs on a TPU, with and without dropout of its weights.
+"""Cost of attention implementations on a TPU, with and without attention dropout.
 
     python -m benchmarks.layers.attention --target=tpu:v5e
     python -m benchmarks.layers.attention --lengths 512 --heads 12 --forms pallas_tpu
 
-Query, key and value come as a dense layer gives them out, [rows, length, heads x width] in
-bfloat16, and so the output and the gradients of the three go: a form that wants heads apart pays
-for putting them apart. Segment ids are given. The figures are the TPU compiler's model
-(analysis/tpu/pricing.py), forward and backward, in thousand cycles: XLA's operations, of which
-those that draw random bits have no estimate, and each kernel at the larger of its schedule, random
-bits included, and its traffic. No TPU is needed.
+Query, key and value have the layout of dense outputs, [rows, length, heads x width] in bfloat16.
+Output and gradients have the same layout, so the cost includes transposes for forms that need
+separate heads. Segment ids are used. The figures are the TPU compiler's model
+(analysis/tpu/pricing.py), forward and backward, in thousand cycles. XLA operations that draw
+random bits have no estimate. Each kernel counts as the larger of its schedule (with random bits)
+and its memory traffic. No TPU is needed.
 """
 
 import argparse
@@ -20,7 +20,7 @@ TOKENS = 8_192
 FORMS = ("xla", "splash", "pallas_tpu")
 RATES = (0.0, 0.1)
 COLUMNS = (
-    *("rows x length", "form", "dropout", "cycles", "of it kernels", "their traffic"),
+    *("rows x length", "form", "dropout", "cycles", "kernels", "kernel traffic"),
     "temporaries, MB",
 )
 
@@ -29,30 +29,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="tpu:v5e", choices=[f"tpu:{n}" for n in chips.CHIPS])
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
-    parser.add_argument("--heads", type=int, default=6, help="of `base`, beside its convolution")
-    parser.add_argument("--width", type=int, default=64, help="of a head")
+    parser.add_argument("--heads", type=int, default=6, help="default: as in `base`")
+    parser.add_argument("--width", type=int, default=64, help="head width")
     parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
     options = parser.parse_args()
     tpu_pricing.use_compile_only_tpu()
     print(f"{options.target}, {options.heads} heads of {options.width}, bfloat16, thousand cycles")
-    print(
-        "| rows x length | form | dropout | cycles | of it kernels | their traffic | temporaries |"
-    )
+    print("| rows x length | form | dropout | cycles | kernels | kernel traffic | temporaries |")
     print("|---|---|---:|---:|---:|---:|---:|", flush=True)
     for length in options.lengths:
         for form in options.forms:
             for rate in RATES:
-                if not (form == "splash" and rate):  # it has none
+                if not (form == "splash" and rate):  # splash has no dropout
                     print_price(options, TOKENS // length, length, form, rate)
 
 
 def print_price(options: argparse.Namespace, rows: int, length: int, form: str, rate: float):
-    """One line of the table."""
+    """Prints one row of the table."""
     title = f"| {rows} x {length} | {form} | {rate} |"
     function, shapes = build(rows, length, options.heads, options.width, form, rate)
     try:
         found = tpu_pricing.price(function, *shapes, target=options.target)
-    except RuntimeError as error:  # the profiler cannot read all that the compiler makes
+    except RuntimeError as error:  # the profiler does not support all compiler outputs
         print(f"{title} {str(error)[:100]} | | | |", flush=True)
         return
     traffic = sum(kernel.times * kernel.bandwidth_cycles for kernel in found.kernels)
@@ -61,7 +59,7 @@ def print_price(options: argparse.Namespace, rows: int, length: int, form: str, 
 
 
 def build(rows: int, length: int, heads: int, width: int, form: str, rate: float):
-    """(output and gradients of the named form, shapes of its arguments)."""
+    """Returns (output and gradients of the named form, shapes of its arguments)."""
     import jax
     import jax.numpy as jnp
 

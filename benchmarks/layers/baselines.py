@@ -1,4 +1,4 @@
-"""What the dynamic convolution is compared with: other people's formulas, outputs checked equal."""
+"""Baselines of the dynamic convolution: other formulas with equal outputs."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 def published_formula(
     values: Float[Array, "B L H D"], filters: Float[Array, "B L H K"]
 ) -> Float[Array, "B L H D"]:
-    """The release's, operation by operation: a stack of K shifted copies, then a batched product.
+    """Official formula: a stack of K shifted copies, then a batched product.
 
     ConvBERT's repository, model/modeling.py, `attention_layer`: pad, stack slices, reshape to
     [B L H, D, K], matmul with [B L H, K, 1]. Ports keep this form.
@@ -25,7 +25,7 @@ def published_formula(
 def published_formula_as_einsum(
     values: Float[Array, "B L H D"], filters: Float[Array, "B L H K"]
 ) -> Float[Array, "B L H D"]:
-    """The same stack and product without the reshapes, which is kinder to XLA."""
+    """The same stack and product without the reshapes, which XLA optimizes better."""
     windows = jnp.stack(_reads(values, filters.shape[-1]), axis=-1)
     return jnp.einsum("blhdk,blhk->blhd", windows, filters)
 
@@ -33,7 +33,7 @@ def published_formula_as_einsum(
 def shift_and_accumulate(
     values: Float[Array, "B L H D"], filters: Float[Array, "B L H K"]
 ) -> Float[Array, "B L H D"]:
-    """One shifted multiply-add per tap, gradient by autodiff: what one writes first in JAX."""
+    """One shifted multiply-add per tap with gradients by autodiff, the simplest form in JAX."""
     total = jnp.zeros(values.shape, jnp.float32)
     for i, read in enumerate(_reads(values, filters.shape[-1])):
         total += read.astype(jnp.float32) * filters[..., i, None].astype(jnp.float32)
@@ -41,7 +41,7 @@ def shift_and_accumulate(
 
 
 def _reads(values: Array, taps: int) -> list[Array]:
-    """For each tap what it reads: `values` shifted along axis 1, zeros from outside."""
+    """Returns the input of each tap: `values` shifted along axis 1, padded with zeros."""
     left, length = taps // 2, values.shape[1]
     padding = ((0, 0), (left, taps - 1 - left)) + ((0, 0),) * (values.ndim - 2)
     padded = jnp.pad(values, padding)
@@ -56,7 +56,7 @@ BASELINES: dict[str, Callable] = {
 
 
 def spanned(formula: Callable, heads: int) -> Callable:
-    """The whole branch as the release computes it: logits, softmax over the taps, `formula`."""
+    """The whole branch of the official code: logits, softmax over the taps, `formula`."""
 
     def run(query, span_key, values, projection, bias):
         logits = (query * span_key) @ projection + bias
@@ -69,7 +69,7 @@ def spanned(formula: Callable, heads: int) -> Callable:
 
 
 def pytorch_unfold(values, filters):
-    """The same on PyTorch tensors, as `ConvBertSelfAttention` of Hugging Face computes it (odd K).
+    """Hugging Face's `ConvBertSelfAttention` on PyTorch tensors, for odd K.
 
     transformers, models/convbert/modeling_convbert.py: unfold, reshape to [B L H, D, K], matmul.
     """

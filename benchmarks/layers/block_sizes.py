@@ -1,10 +1,10 @@
-"""Finds how many rows a grid step of the TPU kernels should take, by the TPU compiler's model.
+"""Finds the best rows per grid step of the TPU kernels, by the TPU compiler's model.
 
     python -m benchmarks.layers.block_sizes --target=tpu:v5e
 
-Compiles each kernel with 1, 2, 4 and 8 rows a step, at the shapes of the configs, and prints what
-each costs, then the lines of `MEASURED` in convbert_jax/ops/tpu/block_sizes.py where the best beats
-the rule of that file by more than 3%. No TPU is needed.
+Compiles each kernel with 1, 2, 4 and 8 rows per step at the shapes of the configs and prints the
+costs. Then prints lines for `MEASURED` in convbert_jax/ops/tpu/block_sizes.py where the best is
+more than 3% better than the rule of that file. No TPU is needed.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from convbert_jax.analysis.tpu import pricing as tpu_pricing
 CANDIDATES = (1, 2, 4, 8)
 WORTH = 0.97
 TOKENS = 16_384
-# (positions, heads, head width): base at both lengths of pre-training, small.
+# (positions, heads, head width): base at both pre-training lengths, small.
 SHAPES = ((128, 6, 64), (512, 6, 64), (128, 2, 64))
 
 
@@ -32,7 +32,7 @@ def main() -> None:
         for kernel, (function, shapes) in kernels(length, heads, width).items():
             costs, key = {}, None
             for rows in ("rule", *CANDIDATES):
-                jax.clear_caches()  # else the kernel of the last candidate would be found there
+                jax.clear_caches()  # otherwise the previous candidate's kernel would be reused
                 seen = watch(block_sizes, rows)
                 costs[rows] = cost(function, shapes, options.target, block_sizes)
                 key = seen[kernel]
@@ -41,11 +41,11 @@ def main() -> None:
             best = min((value, rows) for rows, value in costs.items() if value and rows != "rule")
             if costs["rule"] is None or best[0] < WORTH * costs["rule"]:
                 better.append(f"    {key!r}: {best[1]},")
-    print("\n".join(better) or "The rule is the best or close to it everywhere.")
+    print("\n".join(better) or "The rule is within 3% of the best everywhere.")
 
 
 def kernels(length: int, heads: int, width: int) -> dict:
-    """Kernel -> (function, its arrays), forward or backward alone."""
+    """Returns kernel -> (function, its arrays), forward or backward only."""
     import jax
     import jax.numpy as jnp
 
@@ -78,7 +78,7 @@ def kernels(length: int, heads: int, width: int) -> dict:
 
 
 def watch(block_sizes, rows) -> dict[str, tuple]:
-    """Makes every kernel take `rows` rows a step; the keys of MEASURED it asks for, by kernel."""
+    """Forces `rows` rows per step in all kernels; records their keys of MEASURED by kernel."""
     seen: dict[str, tuple] = {}
 
     class Answers(dict):
@@ -91,10 +91,10 @@ def watch(block_sizes, rows) -> dict[str, tuple]:
 
 
 def cost(function, shapes, target: str, block_sizes) -> float | None:
-    """Cycles of the kernel, None if it does not fit the chip."""
+    """Returns the cycles of a kernel; None if it does not fit the chip."""
     try:
         found = tpu_pricing.price(function, *shapes, target=target)
-    except Exception as error:  # XLA's own type, for what does not fit
+    except Exception as error:  # XLA's error type if it does not fit
         if "memory" not in str(error) and "VMEM" not in str(error):
             raise
         return None

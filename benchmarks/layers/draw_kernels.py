@@ -1,4 +1,4 @@
-"""Bar chart of what the dynamic convolution costs on TPUs, from dynamic_conv.py --json.
+"""Bar chart of dynamic convolution costs on TPUs, from dynamic_conv.py --json.
 
 for chip in v5e v5p v6e; do
     python -m benchmarks.layers.dynamic_conv --target=tpu:$chip --json
@@ -29,7 +29,7 @@ BARS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("lines", type=pathlib.Path, help="JSON lines")
-    parser.add_argument("picture", type=pathlib.Path, help="the PNG to write")
+    parser.add_argument("picture", type=pathlib.Path, help="output PNG")
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.lines.read_text().splitlines()]
     rows = [row for row in rows if row["direction"] == "forward_backward" and row["cost"]]

@@ -1,20 +1,19 @@
-"""Cost of the dynamic convolution: the published formula, XLA's forms, ours, and the floor.
+"""Cost of the dynamic convolution: official formula, XLA forms, kernels and the memory floor.
 
     python -m benchmarks.layers.dynamic_conv --target=tpu:v5e
     python -m benchmarks.layers.dynamic_conv --target=cpu --batch=8 --length=128
 
 TPU targets need no TPU: the figures are the TPU compiler's model (analysis/tpu/pricing.py), in
 thousand cycles; the floor is the smallest possible HBM traffic at full bandwidth. On cpu and gpu
-all rows take turns in one process, Hugging Face's PyTorch formula among them (if torch is
-installed); the figures are medians in milliseconds, the floor is the same traffic at the bandwidth
-of a copy measured in this run.
+all rows alternate in one process, including Hugging Face's PyTorch formula if torch is installed.
+There the figures are medians in milliseconds, and the floor is the same traffic at the measured
+bandwidth of a copy.
 
-`dynamic_conv` gets values as [B, L, H D] and filters as [B, L, H, K], as a layer has them, and
-gives out [B, L, H D]: layouts and copies that a form needs are part of its cost.
-`span_dynamic_conv` makes the filters too, from query, span key and the projection of their logits.
-What other mixers compute, by name (--ops): `token_dynamic_conv` makes the filters from the values
-themselves (DynamicConv), `light_conv` has one filter for each head (LightConv), `depthwise_conv`
-one for each channel, --dilation positions apart.
+`dynamic_conv` takes values [B, L, H D] and filters [B, L, H, K], the layouts of a layer, and
+returns [B, L, H D]; the cost includes layout changes and copies. `span_dynamic_conv` also computes
+the filters, from query, span key and the projection of their logits. Ops of other mixers (--ops):
+`token_dynamic_conv` computes the filters from the values (DynamicConv), `light_conv` has one filter
+per head (LightConv), `depthwise_conv` one per channel with --dilation.
 
     python -m benchmarks.layers.dynamic_conv --ops token_dynamic_conv light_conv depthwise_conv \
         --only pallas_tpu --heads=12 --taps=15 --segments
@@ -41,7 +40,7 @@ MORE_OPS = ("token_dynamic_conv", "light_conv", "depthwise_conv")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the table; with --json an object with these keys."""
+    """A row of the table; with --json an object with these keys."""
 
     op: str
     implementation: str
@@ -49,7 +48,7 @@ class Row:
     shape: dict[str, int]
     dtype: str
     target: str
-    cost: float | None  # None: does not run there, `note` says why
+    cost: float | None  # None: unsupported there; `note` has the reason
     unit: str
     floor: float
     ratio_to_floor: float | None
@@ -62,13 +61,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--width", type=int, default=64, help="of a head")
+    parser.add_argument("--width", type=int, default=64, help="head width")
     parser.add_argument("--taps", type=int, default=9)
     parser.add_argument("--dtype", help="default: float32 on cpu, else bfloat16")
     parser.add_argument("--segments", action="store_true", help="four documents in each row")
     parser.add_argument("--ops", nargs="+", default=OPS, choices=(*OPS, *MORE_OPS))
-    parser.add_argument("--dilation", type=int, default=1, help="of depthwise_conv")
-    parser.add_argument("--causal", action="store_true", help="read nothing of the future")
+    parser.add_argument("--dilation", type=int, default=1, help="depthwise_conv only")
+    parser.add_argument("--causal", action="store_true", help="no future positions")
     parser.add_argument("--directions", nargs="+", default=DIRECTIONS, choices=ALL_DIRECTIONS)
     parser.add_argument("--only", nargs="+", help="implementations to show; default: all")
     parser.add_argument("--rounds", type=int, default=15, help="timed runs of each (cpu, gpu)")
@@ -108,7 +107,7 @@ def print_table(rows: list[Row], options: argparse.Namespace) -> None:
 
 
 def functions(options: argparse.Namespace) -> dict[tuple[str, str], Callable]:
-    """(op, implementation) -> function of the op's arrays."""
+    """Returns (op, implementation) -> function of the op's arrays."""
     from benchmarks.layers.baselines import BASELINES, spanned
     from convbert_jax.ops import depthwise_conv, dynamic_conv, span_dynamic_conv
 
@@ -135,7 +134,7 @@ def functions(options: argparse.Namespace) -> dict[tuple[str, str], Callable]:
         return run
 
     found = {}
-    if not options.segments and not options.causal:  # baselines know neither
+    if not options.segments and not options.causal:  # baselines support neither
         for name, formula in BASELINES.items():
             found["dynamic_conv", name] = plain(formula)
             found["span_dynamic_conv", name] = spanned(formula, options.heads)
@@ -159,7 +158,7 @@ def functions(options: argparse.Namespace) -> dict[tuple[str, str], Callable]:
 
 
 def with_direction(function, direction: str, gradients: int):
-    """`function` itself, or its output and the gradients of `gradients` arrays, or these alone."""
+    """Returns `function`, its output with gradients of `gradients` arrays, or only gradients."""
     if direction == "forward":
         return function
     import jax
@@ -173,9 +172,9 @@ def with_direction(function, direction: str, gradients: int):
 
 
 def inputs(options: argparse.Namespace, op: str) -> tuple[list, object, int]:
-    """Arrays of `op` in order, the output's cotangent, and how many of the arrays have gradients.
+    """Returns the arrays of `op`, the output's cotangent, and the number of differentiated arrays.
 
-    Only their shapes matter to the compiler, so this makes shapes; `fill` makes numbers of them.
+    The arrays are shapes, as the compiler needs no more; `fill` makes values.
     """
     import jax
     import jax.numpy as jnp
@@ -201,15 +200,15 @@ def inputs(options: argparse.Namespace, op: str) -> tuple[list, object, int]:
 
 
 def floor_bytes(arrays: list, cotangent, gradients: int, direction: str) -> int:
-    """Each array read and each result written once; forward and backward are two passes.
+    """Returns the bytes to read each array and write each result once.
 
-    Backward alone is the second: what a backward pass needs of the forward pass is its arrays.
+    Forward and backward are two passes; backward alone is the second, which reads the arrays again.
     """
 
     def size(*structs):
         return sum(struct.size * struct.dtype.itemsize for struct in structs)
 
-    forward = size(*arrays, cotangent)  # the output is as large as its cotangent
+    forward = size(*arrays, cotangent)  # the output has the size of its cotangent
     if direction == "forward":
         return forward
     backward = size(*arrays, cotangent) + size(*arrays[:gradients])
@@ -229,11 +228,11 @@ def _row(options, op, implementation, direction, **figures) -> Row:
     )
 
 
-# --- TPU, by the compiler's model ---
+# --- TPU: compiler's model ---
 
 
 def price_rows(options: argparse.Namespace):
-    """A row for each implementation and direction, as soon as it is priced."""
+    """Yields a row per implementation and direction."""
     import jax
 
     chip = chips.chip(options.target)
@@ -277,11 +276,11 @@ def _price(function, arguments, target) -> tuple[float, str]:
     return found.cycles / 1e3, note
 
 
-# --- CPU and GPU, by the clock ---
+# --- CPU and GPU: measured times ---
 
 
 def time_rows(options: argparse.Namespace):
-    """All rows of a direction take turns; PyTorch's formula is one of them."""
+    """Times the rows of each direction in alternation, including PyTorch's formula."""
     import jax
     import numpy as np
 
@@ -329,7 +328,7 @@ def time_rows(options: argparse.Namespace):
                 note=notes.pop((op, name), ""),
             )
         nothing = dict(cost=None, unit="ms", ratio_to_floor=None)
-        for (op, name), note in notes.items():  # does not run here
+        for (op, name), note in notes.items():  # unsupported there
             floor = 1e3 * floors[op] / bandwidth
             yield _row(options, op, name, direction, floor=floor, note=note, **nothing)
 
@@ -338,7 +337,7 @@ UNFOLD = "Hugging Face's unfold in PyTorch"
 
 
 def fill(struct, seed: int):
-    """Normal numbers, of variance 1 / inputs in a projection; four documents in each row of ids."""
+    """Draws normal values, projections with variance 1 / inputs, and ids of four documents."""
     import jax
     import jax.numpy as jnp
 
@@ -350,20 +349,20 @@ def fill(struct, seed: int):
 
 
 def _pytorch(options, arrays, direction):
-    """A run of the unfold formula, which returns its output; None without torch."""
+    """Returns a function that computes the unfold formula; None without torch."""
     try:
         import torch
     except ImportError:
-        print("Without PyTorch's row: torch is not installed.", file=sys.stderr)
+        print("PyTorch is skipped: torch is not installed.", file=sys.stderr)
         return None
     import numpy as np
 
     from benchmarks.layers.baselines import pytorch_unfold
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # what XLA takes
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA uses
     device = "cuda" if options.target == "gpu" else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        print("Without PyTorch's row: this torch has no CUDA.", file=sys.stderr)
+        print("PyTorch is skipped: torch has no CUDA.", file=sys.stderr)
         return None
     dtype = getattr(torch, options.dtype)
     cotangent, values, filters = (

@@ -1,14 +1,14 @@
-"""Cost of a whole encoder layer: attention only, and ConvBERT's with each form of its convolution.
+"""Cost of an encoder layer: attention, and ConvBERT with each form of its convolution.
 
     python -m benchmarks.layers.layer --target=tpu:v5e
     python -m benchmarks.layers.layer --target=tpu:v5e --lengths 512 --only attention
 
 The layer is `models.encoder.Layer` at the shapes of the base size: bfloat16 compute (float32 on a
-CPU), float32 parameters, without dropout and outside of a scan; forward, and forward with the
-gradients of its parameters and its input. On TPU targets, which need no TPU, the figures are the
-TPU compiler's model (analysis/tpu/pricing.py) in thousand cycles: XLA's operations plus each
-kernel's own price. On cpu and gpu the layers take turns in one process; figures are medians in
-milliseconds. `ratio_to_attention` divides by the attention-only layer with the same attention.
+CPU), float32 parameters, no dropout, outside a scan; forward only, or forward with the gradients
+of its parameters and input. TPU targets need no TPU: the figures are the TPU compiler's model
+(analysis/tpu/pricing.py) in thousand cycles, XLA's operations plus the kernels' prices. On cpu and
+gpu the layers alternate in one process; the figures are medians in milliseconds.
+`ratio_to_attention` divides by the attention-only layer with the same attention.
 """
 
 import argparse
@@ -28,7 +28,7 @@ BASE = {"hidden_size": 768, "embedding_size": 768, "heads": 12, "ffn_size": 3072
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What a row measures: a mixer, its attention, and its dynamic convolution."""
+    """A measured layer: a mixer, its attention, and its dynamic convolution."""
 
     mixer: str
     attention: str  # config.model.attention
@@ -48,14 +48,14 @@ LAYERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the table; with --json an object with these keys."""
+    """A row of the table; with --json an object with these keys."""
 
     layer: str
     length: int
     batch: int
     direction: str
     target: str
-    cost: float | None  # None: does not run there, `note` says why
+    cost: float | None  # None: unsupported there; `note` has the reason
     unit: str
     ratio_to_attention: float | None
     note: str = ""
@@ -65,13 +65,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="tpu:v5e", choices=TARGETS)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512])
-    parser.add_argument("--batch", type=int, help="default: as many rows as make 8,192 tokens")
+    parser.add_argument("--batch", type=int, help="default: rows for 8,192 tokens")
     parser.add_argument("--directions", nargs="+", default=DIRECTIONS, choices=DIRECTIONS)
     parser.add_argument("--only", nargs="+", choices=LAYERS, help="layers to show; default: all")
-    parser.add_argument(
-        "--dtype", help="of the computation; default: float32 on cpu, else bfloat16"
-    )
-    parser.add_argument("--operations", type=int, default=0, help="also print the dearest N (tpu)")
+    parser.add_argument("--dtype", help="compute dtype; default: float32 on cpu, else bfloat16")
+    parser.add_argument("--operations", type=int, default=0, help="print the N costliest (tpu)")
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of each (cpu, gpu)")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
@@ -101,7 +99,7 @@ def print_row(row: Row) -> None:
 
 
 def rows(options: argparse.Namespace):
-    """A row for each length, direction and layer, as soon as it is known."""
+    """Yields a row per length, direction and layer."""
     measure = _price if options.target.startswith("tpu") else _time
     unit = "thousand cycles (compiler's model)" if measure is _price else "ms"
     for length in options.lengths:
@@ -117,11 +115,11 @@ def rows(options: argparse.Namespace):
                 yield Row(name, length, batch, direction, options.target, cost, unit, ratio, note)
 
 
-# --- The layer as a function of its parameters and its input ---
+# --- Layer as a function of its parameters and input ---
 
 
 def build(layer: Layer, dtype: str, batch: int, length: int, sizes=BASE):
-    """(function of (x, params, segment ids), shapes of these three, what makes a layer).
+    """Returns (function of (x, params, segment ids), shapes of these three, layer factory).
 
     Args:
       sizes: fields of config.model.
@@ -162,7 +160,7 @@ def build(layer: Layer, dtype: str, batch: int, length: int, sizes=BASE):
 
 @contextlib.contextmanager
 def _baseline(name: str):
-    """While a layer is traced, its whole convolution branch is the named baseline, unmasked."""
+    """Replaces the convolution branch by the named baseline, unmasked, while a layer is traced."""
     from benchmarks.layers.baselines import BASELINES, spanned
     from convbert_jax.models.mixers import convolution
 

@@ -1,14 +1,14 @@
-"""Time and memory of a layer against the length of its rows, for every mixer, as table and picture.
+"""Time and memory of a layer by row length, for every mixer, as table and picture.
 
     python -m benchmarks.layers.lengths --target=cpu --config=small --picture=lengths.png
     python -m benchmarks.layers.lengths --target=tpu:v5e --config=base --lengths 128 512 2048
 
-One encoder layer of a config, each mixer with the config's taps, float32 parameters, no dropout,
-segment ids given; forward with the gradients of parameters and input, `--tokens` tokens at every
-length. On a CPU the mixers take turns in one process and the figures are medians in milliseconds;
-on TPU targets, which need no TPU, they are the TPU compiler's model in thousand cycles
-(analysis/tpu/pricing.py). Memory is what the compiled program needs beside arguments and results.
-A crossing is the shortest length measured from which on a mixer costs less than attention.
+One encoder layer of a config: each mixer with the config's taps, float32 parameters, no dropout,
+segment ids, forward with the gradients of parameters and input, `--tokens` tokens at every length.
+On a CPU the mixers alternate in one process and the figures are medians in milliseconds. TPU
+targets need no TPU: figures are the TPU compiler's model in thousand cycles
+(analysis/tpu/pricing.py). Memory is the size of the compiled program's temporaries. A crossing is
+the shortest measured length from which a mixer costs less than attention.
 """
 
 import argparse
@@ -45,16 +45,16 @@ class Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="cpu", choices=TARGETS)
-    parser.add_argument("--config", default="small", help="whose width, heads and taps")
+    parser.add_argument("--config", default="small", help="source of width, heads, taps")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(6, 13)])
-    parser.add_argument("--tokens", type=int, default=8_192, help="of a batch")
+    parser.add_argument("--tokens", type=int, default=8_192, help="tokens per batch")
     parser.add_argument("--mixers", nargs="+", default=MIXERS, choices=MIXERS)
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each (cpu)")
     parser.add_argument("--picture", type=pathlib.Path, help="a PNG to draw")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     if "attention" not in options.mixers:
-        parser.error("--mixers must have attention, which the others are compared with.")
+        parser.error("--mixers must include attention, the baseline.")
     if options.target == "cpu":
         timing.use("cpu")
     else:
@@ -93,7 +93,7 @@ def show(row: Row) -> str:
 
 
 def crossings(rows: list[Row]) -> list[str]:
-    """A sentence for each mixer: from which of the lengths on it is cheaper than attention."""
+    """Returns a sentence per mixer with the length from which it is cheaper than attention."""
     sentences = []
     for mixer in dict.fromkeys(row.mixer for row in rows if row.mixer != "attention"):
         start = None
@@ -133,7 +133,7 @@ def draw(rows: list[Row], picture: pathlib.Path) -> None:
 
 
 def build(options: argparse.Namespace, mixer: str, batch: int, length: int):
-    """As `layer.build`, with the sizes of a config."""
+    """Like `layer.build`, with the sizes of a config."""
     from convbert_jax.config import from_config_dict
 
     config = from_config_dict(importlib.import_module(f"configs.{options.config}").get_config())

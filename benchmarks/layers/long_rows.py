@@ -1,19 +1,27 @@
-"""A layer whose rows lie on eight devices: what it costs each, and what it sends.
+"""Cost and communication per device of a layer whose rows are sharded over eight devices.
 
     python -m benchmarks.layers.long_rows --target=tpu:v5e
     python -m benchmarks.layers.long_rows --target=cpu --length 512 --size tiny
 
-For every mixer, forward with the gradients of parameters and input, three ways: `one`, the whole
-rows on one device; `gathered`, rows divided over the devices (config.mesh.sequence), but each
-convolution given the whole row, as the compiler has it who knows nothing of taps; `divided`, as it
-is: a convolution gets the K - 1 positions beside its part from its neighbors. Attention gathers
-keys and values in both.
+Each mixer runs forward with the gradients of parameters and input, in three ways:
 
-On TPU targets, which need no TPU: thousand cycles of a device by the TPU compiler's model
-(analysis/tpu/pricing.py), without the network, kernels as the traffic of their operands at full
-bandwidth, which is less than they take; megabytes that it sends, those of sums over devices (the
-gradients of weights, and where rows were gathered of the input) apart; and the milliseconds of it
-all: cycles at the chip's clock, bytes over the links of one axis of the torus, nothing overlapped.
+- `one`: whole rows on one device.
+- `gathered`: sharded rows (config.mesh.sequence), but each convolution gathers the whole row, as
+  the compiler does by default.
+- `divided`: the package's implementation; a convolution receives K - 1 positions from its
+  neighbors.
+
+Attention gathers keys and values in both sharded ways.
+
+On TPU targets the figures per device are by the TPU compiler's model (analysis/tpu/pricing.py):
+
+- Thousand cycles without communication; kernels count as their operands' traffic at full
+  bandwidth, a lower bound.
+- Megabytes sent; sums over devices are separate (gradients of weights, and of the input if rows
+  were gathered).
+- Milliseconds in total: cycles at the chip's clock plus bytes over the links of one torus axis,
+  without overlap.
+
 On a CPU with eight simulated devices, in float32: the largest difference of output and gradients
 from `one`, relative to the largest value of each array.
 """
@@ -56,7 +64,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _gathering():
-    """While an op is traced, no device is told that it has but a part of its rows."""
+    """Hides the sharding of rows from ops while they are traced."""
     from convbert_jax.ops.mesh import division
 
     divide = division.over_mesh
@@ -72,7 +80,7 @@ def _gathering():
 
 
 def _ways(options, mixer, devices):
-    """(way, its jitted step, mesh, shapes) of a layer."""
+    """Yields (way, its jitted step, mesh, shapes) of a layer."""
     import jax
 
     from convbert_jax.config import MeshSection
@@ -120,7 +128,7 @@ def _price(options, mixer):
         try:
             with jax.set_mesh(mesh):
                 compiled = jitted.lower(*shapes).compile()
-        except jax.errors.JaxRuntimeError as error:  # a kernel too large for a core's memory
+        except jax.errors.JaxRuntimeError as error:  # the kernel exceeds the core's memory
             note = str(error).splitlines()[0][:200]
             yield {"mixer": mixer, "way": way, "shape": shape, "note": note}
             continue

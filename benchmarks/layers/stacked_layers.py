@@ -1,12 +1,12 @@
-"""What a layer costs where it is trained: in a stack, with dropout, forward and backward.
+"""Cost per layer in a training stack: with dropout, forward and backward.
 
     python -m benchmarks.layers.stacked_layers --target=tpu:v5e --layers 4 --unroll 1 2 4
     python -m benchmarks.layers.stacked_layers --layers 4 --config.model.remat=dots
 
-The stack is `models.encoder.Encoder` of configs/base.py in bfloat16, on states that are given, with
-the gradients of its parameters and of these; beside a bare layer (layer.py) it pays for
-dropout and for what a scan keeps of each layer for the backward pass. The figures are the TPU
-compiler's model (analysis/tpu/pricing.py) in thousand cycles a layer; no TPU is needed.
+The stack is `models.encoder.Encoder` of configs/base.py in bfloat16 with hidden states as input,
+and gradients of these and the parameters. Unlike a single layer (layer.py), it includes dropout
+and the activations that a scan stores for the backward pass. The figures are the TPU compiler's
+model (analysis/tpu/pricing.py) in thousand cycles per layer; no TPU is needed.
 """
 
 import argparse
@@ -25,15 +25,15 @@ def main() -> None:
     parser.add_argument("--unroll", type=int, nargs="+", default=[1], help="values of scan_unroll")
     parser.add_argument("--batch", type=int, default=64, help="rows")
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--xla-only", action="store_true", help="leave the Pallas kernels out")
-    parser.add_argument("--operations", type=int, default=0, help="also print the dearest N")
+    parser.add_argument("--xla-only", action="store_true", help="disable the Pallas kernels")
+    parser.add_argument("--operations", type=int, default=0, help="print the N most expensive")
     options, rest = parser.parse_known_args()
     fields, rest = overrides.take(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     tpu_pricing.use_compile_only_tpu()
     print(f"base, {options.layers} layers, {options.batch} x {options.length}, {options.target}")
-    print("unroll  thousand cycles a layer         temporaries, MB    seconds to price")
+    print("unroll  thousand cycles per layer       temporaries, MB    seconds to price")
     for unroll in options.unroll:
         print_price(options, fields | {"model.scan_unroll": unroll})
 
@@ -55,14 +55,14 @@ def print_price(options: argparse.Namespace, fields: dict) -> None:
 
 
 def build(options: argparse.Namespace, fields: dict):
-    """(gradients of a stack, shapes of its parameters, states, segment ids and key)."""
+    """Returns (gradients of a stack, shapes of its parameters, states, segment ids and key)."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
     from convbert_jax.models.encoder import Encoder
 
-    jax.config.update("jax_default_prng_impl", "rbg")  # as training/environment/devices.py on a TPU
+    jax.config.update("jax_default_prng_impl", "rbg")  # as in training on a TPU
     config = convbert_jax.load_config("base", **{"model.layers": options.layers} | fields)
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Encoder(config.encoder, nnx.Rngs(0))))
 

@@ -1,17 +1,18 @@
-"""What a prompt, and each token after it, costs a language model on a TPU, by the TPU compiler's
-model; needs no TPU.
+"""Cost of a prompt and of each decoded token of a language model, by the TPU compiler's model.
 
     python -m benchmarks.layers.written_tokens --target=tpu:v5e --rows 1 32
     python -m benchmarks.layers.written_tokens --target=tpu:v5e --rows 32 --beam=4 --steps=31
 
-A decoder of pre-norm in bfloat16 from float32 parameters, windows of 7. `prompt`: `--given` tokens
-read at once. `token`: one of `--steps` tokens, of which each is the most probable one behind the
-one before, in a loop with room for all of them; what a search does besides is not in it. With
---beam it is a step of the whole beam search, but for sorts, of which the compiler has no price
-(they are named), and `packing` is to throw out of the state what no beam reads any more. Thousand
-cycles, Pallas kernels as their traffic at full bandwidth. The floor of a token is what of it has to
-be read once: parameters in bfloat16 and the state. `saved` is what the same prompt costs token by
-token, divided by `prompt`.
+A pre-norm decoder in bfloat16 with float32 parameters and windows of 7; needs no TPU. The columns
+are in thousand cycles, with Pallas kernels as their traffic at full bandwidth:
+
+- `prompt`: prefill of `--given` tokens.
+- `token`: one of `--steps` greedily decoded tokens, in a loop with capacity for all. The rest of a
+  search is not included. With --beam it is a step of the whole beam search without sorts, for
+  which the compiler has no price (they are listed).
+- `packing`: removal of cache entries that no beam uses.
+- floor: traffic to read the parameters (bfloat16) and the cache once per token.
+- `saved`: cost of the prompt token by token, divided by `prompt`.
 """
 
 import argparse
@@ -33,16 +34,16 @@ def main() -> None:
     parser.add_argument("--mixers", nargs="+", default=MIXERS)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512, help="channels; heads have 64")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="written together")
-    parser.add_argument("--given", type=int, default=448, help="tokens of a prompt")
-    parser.add_argument("--steps", type=int, default=64, help="tokens written")
-    parser.add_argument("--beam", type=int, default=1, help="texts of a row that are written on")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="batch sizes")
+    parser.add_argument("--given", type=int, default=448, help="prompt tokens")
+    parser.add_argument("--steps", type=int, default=64, help="decoded tokens")
+    parser.add_argument("--beam", type=int, default=1, help="beam size")
     options = parser.parse_args()
     entries = options.beam * (options.steps + 1)
     if options.beam > 1 and entries > FIRST:
         parser.error(
-            f"--beam={options.beam} --steps={options.steps} makes {entries} entries, but there is "
-            f"room for {FIRST} before they are packed: at most "
+            f"--beam={options.beam} --steps={options.steps} needs {entries} cache entries; the "
+            f"capacity without packing is {FIRST}. Use at most "
             f"--steps={FIRST // options.beam - 1}."
         )
     tpu_pricing.use_compile_only_tpu()
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def measure(mixer: str, rows: int, options: argparse.Namespace) -> tuple[float, ...]:
-    """Cycles of the prompt, of a token, the floor of a token, and cycles of packing."""
+    """Returns the cycles of the prompt and a token, the floor of a token, and cycles of packing."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -118,8 +119,9 @@ def _has_pack(part) -> bool:
 
 @contextlib.contextmanager
 def _as_many_steps(count: int):
-    """Context in which a loop runs `count` times: when a search ends the program does not say, and
-    a price needs it.
+    """Sets the price of data-dependent loops to `count` iterations.
+
+    The compiled program of a search does not define when it ends.
     """
     import jax
 
