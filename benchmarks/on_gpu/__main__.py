@@ -1,4 +1,4 @@
-"""Everything to measure in a quarter of an hour with a GPU, in order of value.
+"""All measurements for a quarter of an hour with a GPU, in order of value.
 
     python -m benchmarks.on_gpu --minutes=13
     python -m benchmarks.on_gpu --minutes=5 --smoke   # a rehearsal: tiny shapes on a CPU
@@ -6,17 +6,17 @@
     environment, kernels   versions; every kernel against XLA and float64, on new random numbers
     step                   steps of small and base, without autotuning; each with its profile
     pytorch, compiled      the same shapes in PyTorch; torch.compile runs during the steps
-    step … autotuned       the steps once more with XLA's autotuning, as far as there is time
-    pretrain               pre-training of small until the time is over, with checkpoints
+    step … autotuned       the same steps with XLA's autotuning, as time permits
+    pretrain               pre-training of small in the remaining time, with checkpoints
 
-Each is a process with a limit, so none can take the time or the GPU of the others. Results are
-lines of FOLDER/results.jsonl, written at once. A second call skips what is done and continues the
-pre-training. FOLDER/archives has the results and the pre-trained weights in at most 8 files of 15
-MB; `cat large.tar.gz.* | tar xz` unpacks the weights, as a run folder without optimizer state.
+Each job is a process with a time limit. Results are appended to FOLDER/results.jsonl at once. A
+second call skips finished jobs and continues the pre-training. FOLDER/archives has the results and
+the pre-trained weights in at most 8 files of 15 MB. `cat large.tar.gz.* | tar xz` unpacks the
+weights as a run folder without optimizer state.
 
 A machine without network that has jax for CUDA, flax, optax, orbax-checkpoint, PyTorch and
-transformers lacks the packages of benchmarks/on_gpu/wheels.txt. The first command fetches them
-elsewhere into the folder .wheels, which git ignores; the second installs them on that machine:
+transformers lacks the packages of benchmarks/on_gpu/wheels.txt. The first command downloads them
+on another machine into the folder .wheels, which git ignores; the second installs them:
 
     pip download --no-deps --only-binary=:all: --python-version=3.12 \\
         --platform=manylinux_2_28_x86_64 --platform=manylinux2014_x86_64 \\
@@ -35,9 +35,9 @@ import time
 from benchmarks.on_gpu import schedule
 from benchmarks.on_gpu.schedule import Job, Results
 
-# Autotuning measures every product in many forms, which takes longer than all else.
+# Autotuning measures many forms of every product, which takes most of the time.
 QUICK = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-UNOPTIMIZED = "--xla_backend_optimization_level=0"  # a rehearsal compiles much and runs little
+UNOPTIMIZED = "--xla_backend_optimization_level=0"  # a rehearsal mostly compiles
 # First word of a job -> (module, function of (results, job, smoke)).
 CHILDREN = {
     "environment": ("environment", "describe"),
@@ -47,16 +47,16 @@ CHILDREN = {
     "compiled": ("pytorch", "measure"),
 }
 PACKING = 20.0  # seconds
-PRETRAINING = 200.0  # seconds that less important jobs leave to it
+PRETRAINING = 200.0  # seconds reserved for it by less important jobs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=13.0, help="time for everything")
-    parser.add_argument("--folder", type=pathlib.Path, default="runs/on_gpu", help="for results")
+    parser.add_argument("--minutes", type=float, default=13.0, help="total time")
+    parser.add_argument("--folder", type=pathlib.Path, default="runs/on_gpu", help="results folder")
     parser.add_argument("--data", type=pathlib.Path, help="folder of .txt files to pre-train on")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
-    parser.add_argument("--job", help=argparse.SUPPRESS)  # run it here
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # runs this job in the current process
     options = parser.parse_args()
     results = Results(options.folder.absolute())
     if options.job:
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def list_jobs(folder: pathlib.Path, data: pathlib.Path | None, smoke: bool) -> list[Job]:
-    """All jobs in order of value, except that a job in the background starts early."""
+    """Returns all jobs in order of value, except that a background job starts early."""
     shared = {
         "JAX_PLATFORMS": "cpu" if smoke else "cuda,cpu",
         "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
@@ -113,7 +113,7 @@ def _pretraining(folder: pathlib.Path, data: pathlib.Path | None, smoke: bool) -
     fields = {
         "data.source": f"text:{data.absolute()}/**/*.txt" if data else "docstrings",
         "tokenizer.vocab_size": 8_192,
-        "model.attention_dropout": 0.0,  # for cuDNN
+        "model.attention_dropout": 0.0,  # required by cuDNN
         "train.steps": 20_000,
         "train.log_every": 50,
         "train.eval_every": 1_000,
@@ -129,7 +129,7 @@ def _pretraining(folder: pathlib.Path, data: pathlib.Path | None, smoke: bool) -
 
 
 def list_weights(run: pathlib.Path) -> list[pathlib.Path]:
-    """The parts of a run folder that fine-tuning needs: no shards and no optimizer state."""
+    """Returns the parts of a run folder for fine-tuning: no shards and no optimizer state."""
     steps = [path for path in run.glob("checkpoints/*") if path.name.isdigit()]
     if not steps:
         return []

@@ -1,4 +1,4 @@
-"""The machine, and the kernels on it: against XLA and against float64 on the CPU."""
+"""Machine description, and kernel errors against XLA and against float64 on the CPU."""
 
 import functools
 import importlib.metadata
@@ -15,7 +15,7 @@ DRIVER = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.s
 
 
 def describe(results: Results, job: str, smoke: bool) -> None:
-    """Writes the versions, the device and the driver."""
+    """Writes versions, device and driver."""
     import jax
 
     from convbert_jax.analysis import flops
@@ -44,7 +44,7 @@ def describe(results: Results, job: str, smoke: bool) -> None:
 
 
 def check_kernels(results: Results, job: str, smoke: bool) -> None:
-    """Writes the errors of every kernel for new random numbers; one that raises ends no other."""
+    """Writes the errors of every kernel on new random numbers; continues if a kernel fails."""
     import jax.numpy as jnp
 
     for dtype in ("float32",) if smoke else ("bfloat16", "float32"):
@@ -68,7 +68,7 @@ def _measure(function, definition, arguments, seed, exact):
 
 
 def _calls(dtype, smoke: bool):
-    """(name, kernel, {"xla" or "float64": (definition, its dtype)}, arguments) of every case."""
+    """Yields cases (name, kernel, {"xla" or "float64": (definition, dtype)}, arguments)."""
     import jax
     import jax.numpy as jnp
     import numpy as np

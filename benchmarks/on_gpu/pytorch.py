@@ -1,9 +1,9 @@
-"""Whole steps of Hugging Face's ConvBERT and BERT in PyTorch, of the shapes of steps.py.
+"""Training steps of Hugging Face's ConvBERT and BERT in PyTorch, at the shapes of steps.py.
 
-ConvBERT is trained by replaced-token detection, with a generator and a discriminator of the sizes
-of our config; logits are computed at the masked positions only, as ours. The two models do not
+ConvBERT is trained by replaced-token detection with the generator and discriminator sizes of our
+config; logits are computed at masked positions only, as in this package. The two models do not
 share embeddings. BERT is trained by masked language modeling at the size of the discriminator, with
-PyTorch's scaled_dot_product_attention. Products are bfloat16 by autocast; there is no padding.
+PyTorch's scaled_dot_product_attention. Products use bfloat16 autocast; there is no padding.
 """
 
 import statistics
@@ -19,7 +19,7 @@ def measure(results: Results, job: str, smoke: bool) -> None:
     """Writes the speed of a step.
 
     Args:
-      job: "pytorch SIZE MODEL" or, by torch.compile, "compiled SIZE MODEL".
+      job: "pytorch SIZE MODEL", or "compiled SIZE MODEL" for torch.compile.
     """
     import torch
 
@@ -80,7 +80,7 @@ def _measure(results, job, config, model: str, batch: int, compiles: bool, devic
 
 
 def _sizes(config, hidden: int, heads: int, ffn: int) -> dict:
-    """Arguments that ConvBertConfig and BertConfig have in common."""
+    """Returns common arguments of ConvBertConfig and BertConfig."""
     return {
         "vocab_size": config.tokenizer.vocab_size,
         "hidden_size": hidden,
@@ -97,7 +97,7 @@ def _masked(tokens, positions, mask: int):
 
 
 def _at(hidden, positions):
-    """[B, M, C] of [B, L, C]."""
+    """Gathers [B, M, C] from [B, L, C]."""
     return hidden.gather(1, positions[..., None].expand(-1, -1, hidden.shape[-1]))
 
 
@@ -141,7 +141,7 @@ def _convbert(config, device: str):
         words = _at(generator.convbert(shown)[0], positions)
         logits = generator.generator_lm_head(generator.generator_predictions(words)).float()
         mlm = losses.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        noise = -torch.empty_like(logits).exponential_().log()  # Gumbel's: the largest is a sample
+        noise = -torch.empty_like(logits).exponential_().log()  # Gumbel: argmax samples
         drawn = (logits.detach() + noise).argmax(-1)
         corrupted = tokens.scatter(1, positions, drawn)
         found = network["head"](network["discriminator"](corrupted)[0])[..., 0].float()

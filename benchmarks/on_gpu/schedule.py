@@ -1,4 +1,4 @@
-"""Runs jobs within a fixed time, each in a separate process, and records their results at once."""
+"""Runs jobs within a fixed time in separate processes and records their results at once."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 LEAST = 15.0  # seconds; a job with less time is skipped
 POLL = 0.2
-SHOWN = 300  # characters of the log of a job that failed
+SHOWN = 300  # characters shown from a failed job's log
 ARCHIVES, ARCHIVE_BYTES = 8, 15_000_000
 
 
@@ -23,12 +23,12 @@ class Job:
     """A process with a time limit.
 
     Attributes:
-      name: of its results and its log.
-      seconds: its limit.
+      name: name in the results and of the log.
+      seconds: time limit.
       reserve: seconds that must remain for later jobs when it ends.
-      background: the next jobs start while it runs.
-      alone: it starts when all background jobs have ended.
-      grace: seconds before its limit at which it receives SIGTERM; at its limit it is killed.
+      background: whether the next jobs start while it runs.
+      alone: whether it waits for all background jobs.
+      grace: seconds between SIGTERM and the time limit, at which it is killed.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Job:
 
 
 class Results:
-    """A file of JSON lines {"job", "kind", ...}; the kind of the last line of a job is "end"."""
+    """JSON lines {"job", "kind", ...}; the kind of a job's last line is "end"."""
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
@@ -55,26 +55,26 @@ class Results:
         print(line[:SHOWN], flush=True)
 
     def read(self) -> Iterator[dict]:
-        """All lines; skips one that a kill has cut off."""
+        """Yields all lines; skips a line truncated by a kill."""
         if self._path.exists():
             for line in self._path.read_text(encoding="utf-8").splitlines():
                 with contextlib.suppress(json.JSONDecodeError):
                     yield json.loads(line)
 
     def done(self) -> set[str]:
-        """The jobs that have ended without an error."""
+        """Returns the jobs that ended without an error."""
         return {line["job"] for line in self.read() if line.get("status") == "done"}
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
-        """While this process times something, no other process does."""
+        """Holds a lock so that only one process measures times."""
         with open(self.folder / "timing.lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
 
 class Process:
-    """A started job; `run` needs no more of it than these methods."""
+    """A started job; `run` uses only these methods."""
 
     def __init__(self, job: Job, folder: pathlib.Path):
         self._log = folder / "logs" / f"{job.name.replace(' ', '_')}.log"
@@ -106,7 +106,7 @@ class _Running:
     process: Process
     started: float
     deadline: float
-    status: str = ""  # why it was stopped
+    status: str = ""  # reason why it was stopped
 
 
 def run(
@@ -119,11 +119,11 @@ def run(
     sleep: Callable[[float], None] = time.sleep,
     after_each: Callable[[], None] = lambda: None,
 ) -> None:
-    """Runs the jobs in their order; skips jobs that an earlier call has done.
+    """Runs the jobs in order; skips jobs that an earlier call finished.
 
     Args:
       end: time by `clock` at which all jobs have ended.
-      after_each: called when a job has ended.
+      after_each: called after each job.
     """
     done, running = results.done(), []
 
@@ -178,7 +178,7 @@ def pack(folder: pathlib.Path, large: Sequence[pathlib.Path]) -> list[pathlib.Pa
     """Packs the results into FOLDER/archives: at most ARCHIVES files of ARCHIVE_BYTES.
 
     results.tar.gz has the results and the ends of all logs. The files and folders `large` become
-    large.tar.gz.0, .1, …, to be joined by `cat`; if they are too large they are left out.
+    large.tar.gz.0, .1, …, to be joined by `cat`; they are left out if too large.
     """
     archives = folder / "archives"
     archives.mkdir(exist_ok=True)
@@ -186,7 +186,7 @@ def pack(folder: pathlib.Path, large: Sequence[pathlib.Path]) -> list[pathlib.Pa
         old.unlink()
 
     def bound(member):
-        """Leaves out large files, such as the log of a job that repeats a warning."""
+        """Excludes large files, such as the log of a job that repeats a warning."""
         return member if member.size < ARCHIVE_BYTES // 3 else None
 
     first = archives / "results.tar.gz"
@@ -210,6 +210,6 @@ def pack(folder: pathlib.Path, large: Sequence[pathlib.Path]) -> list[pathlib.Pa
             for part in range(parts):
                 (archives / f"{whole.name}.{part}").write_bytes(file.read(ARCHIVE_BYTES))
     elif large:
-        print(f"{whole.stat().st_size} bytes of weights are too many; not packed.", flush=True)
+        print(f"{whole.stat().st_size} bytes of weights exceed the limit; not packed.", flush=True)
     whole.unlink()
     return sorted(archives.iterdir())

@@ -1,4 +1,4 @@
-"""Whole pre-training steps of this package, and a profile of one."""
+"""Pre-training steps of this package, and a profile of one."""
 
 import pathlib
 import statistics
@@ -9,11 +9,11 @@ from collections import Counter
 import convbert_jax
 from benchmarks.on_gpu.schedule import Results
 
-# name -> overrides of configs/small.py or base.py, whose layers are unrolled. cuDNN has no
-# attention dropout.
+# name -> overrides of configs/small.py or base.py with unrolled layers. cuDNN attention has no
+# dropout.
 VARIANTS = {"": {"model.attention_dropout": 0.0}, "default": {}}
 SMOKE = {"model.layers": 1, "data.length": 16, "train.batch_size": 4, "tokenizer.vocab_size": 512}
-ROUNDS, IN_A_ROW = 5, 4  # steps before the host waits, as in a run
+ROUNDS, IN_A_ROW = 5, 4  # steps between host synchronizations, as in a run
 KERNELS = 20  # lines of a profile
 LEAST_ROWS = 8
 
@@ -90,7 +90,7 @@ def _measure(results: Results, job: str, config) -> None:
 
 
 def _draw(config, shapes) -> dict:
-    """Rows of one document without padding, of random words."""
+    """Draws rows of random words, one document each, without padding."""
     import numpy as np
 
     batch = {name: np.zeros(shape.shape, np.int32) for name, shape in shapes.items()}
@@ -99,7 +99,7 @@ def _draw(config, shapes) -> dict:
 
 
 def read_profile(folder: pathlib.Path) -> dict:
-    """The kernels of a trace that took most time: [name, calls, microseconds, share].
+    """Returns the slowest kernels of a trace: [name, calls, microseconds, share].
 
     Kernels are the events of a GPU's streams; on a CPU the events of XLA's operations.
     """
