@@ -1,16 +1,18 @@
-"""What pre-training is worth: fine-tuned from a pre-trained model, from scratch, and bag of words.
+"""Gain from pre-training: fine-tuned from a checkpoint, from scratch, and bag of words.
 
     python -m benchmarks.quality.finetuning_gain --init-from=runs/tiny --folder=runs/gain
     python -m benchmarks.quality.finetuning_gain --init-from=runs/tiny --folder=runs/gain \\
         --tasks CoLA TREC --train-rows=500
 
-Eight tasks of CONVBERT_DATA (default ../shared/data). All three see the same training rows, drawn
-once, and are scored on the same rows: dev where GLUE hides its test labels, test else. The first
-two are the same network and recipe; each chooses its learning rate by one run a rate on nine tenths
-of the training rows, judged on the tenth; nothing is selected on the rows that are scored. Bag of
-words: TF-IDF of words and pairs of words, logistic regression, its strength by cross-validation on
-the training rows; of two texts the features of both and their difference. Resumable, and with
---methods in parts; writes FOLDER/gain.json and FOLDER/gain.png.
+Eight tasks of CONVBERT_DATA (default ../shared/data). All three methods use the same training rows,
+drawn once, and the same scored rows: dev where GLUE hides its test labels, otherwise test.
+
+- The first two use the same network and recipe. Each chooses its learning rate with one run per
+  rate on nine tenths of the training rows, evaluated on the rest; the scored rows select nothing.
+- Bag of words: TF-IDF of words and word pairs with logistic regression, its strength chosen by
+  cross-validation on the training rows. For text pairs: the features of both and their difference.
+
+Resumable; --methods runs parts. Writes FOLDER/gain.json and FOLDER/gain.png.
 """
 
 import argparse
@@ -26,7 +28,7 @@ import numpy as np
 
 from benchmarks import public_data
 
-SOURCES = {  # title -> (config, task, split that is scored, metric)
+SOURCES = {  # title -> (config, task, scored split, metric)
     "CoLA": ("glue", "cola", "validation", "mcc"),
     "SST-2": ("glue", "sst-2", "validation", "accuracy"),
     "MRPC": ("glue", "mrpc", "validation", "accuracy"),
@@ -36,9 +38,9 @@ SOURCES = {  # title -> (config, task, split that is scored, metric)
     "IMDb": ("text", "imdb", "test", "accuracy"),
     "CLINC150": ("text", "clinc150", "test", "accuracy"),
 }
-EPOCHS = {"CLINC150": 12}  # 13 rows a label in 2,000; the others have --epochs
-# Without dev rows of their own these hold out a tenth by a hash of the text, which the drawn rows
-# lack then; the same hash chooses the rows that judge learning rates.
+EPOCHS = {"CLINC150": 12}  # 13 rows per label in 2,000; other tasks use --epochs
+# Without dev rows, these tasks hold out a tenth by a hash of the text, which is excluded from the
+# drawn rows. The same hash selects the validation rows for learning rates.
 WITHOUT_DEV = ("TREC", "AG News", "IMDb")
 METHODS = ("pre-trained", "from scratch", "bag of words")
 
@@ -46,10 +48,10 @@ METHODS = ("pre-trained", "from scratch", "bag of words")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--init-from", required=True, help="the pre-trained run")
-    parser.add_argument("--folder", required=True, type=pathlib.Path, help="for runs and results")
+    parser.add_argument("--folder", required=True, type=pathlib.Path, help="output folder")
     parser.add_argument("--tasks", nargs="+", default=list(SOURCES), choices=list(SOURCES))
     parser.add_argument("--train-rows", type=int, default=2_000)
-    parser.add_argument("--score-rows", type=int, default=2_000, help="at most")
+    parser.add_argument("--score-rows", type=int, default=2_000, help="maximum")
     parser.add_argument("--epochs", type=float, default=4)
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[7e-4, 2e-3])
     parser.add_argument("--batch-size", type=int, default=16)
@@ -75,7 +77,7 @@ def main() -> None:
                 f"({time.perf_counter() - start:.0f} s)",
                 flush=True,
             )
-        report(results, arguments)  # after each task: the next may take long
+        report(results, arguments)  # after each task, because the next may take long
     print(format_table(results))
 
 
@@ -86,11 +88,11 @@ def report(results: dict, arguments: argparse.Namespace) -> None:
     draw(results, arguments.folder / "gain.png")
 
 
-# --- The same rows for all ---
+# --- Shared rows ---
 
 
 def open_source(title: str):
-    """The task of its config: a LabelledTask."""
+    """Opens the LabelledTask of its config."""
     import importlib
 
     from convbert_jax.config import from_config_dict
@@ -109,7 +111,7 @@ def folder_of(title: str, arguments: argparse.Namespace) -> pathlib.Path:
 
 
 def write_rows(title: str, arguments: argparse.Namespace) -> dict:
-    """Writes train.jsonl and scored.jsonl of a task, drawn with seed 0; returns what they hold."""
+    """Writes train.jsonl and scored.jsonl of a task, drawn with seed 0; returns their rows."""
     source = open_source(title)
     folder = folder_of(title, arguments)
     folder.mkdir(exist_ok=True)
@@ -127,7 +129,7 @@ def write_rows(title: str, arguments: argparse.Namespace) -> dict:
             )
             for i in chosen
         ]
-        temporary = folder / f"{name}-{os.getpid()}"  # another start may be reading the file
+        temporary = folder / f"{name}-{os.getpid()}"  # another process may be reading the file
         temporary.write_text("\n".join(lines) + "\n")
         temporary.replace(folder / f"{name}.jsonl")
         described[f"{name}_rows"] = f"{len(chosen):,} of {len(examples):,}"
@@ -146,7 +148,7 @@ def read_rows(title: str, name: str, arguments: argparse.Namespace) -> tuple[lis
 
 
 def finetune(title: str, method: str, arguments: argparse.Namespace) -> list[float]:
-    """Score of every seed, at the end of training."""
+    """Returns the final score of every seed."""
     rates = tuple(arguments.learning_rates)
     if len(rates) > 1:
         chosen = run_task(title, method, arguments, rates, seeds=1, validation="")
@@ -157,7 +159,7 @@ def finetune(title: str, method: str, arguments: argparse.Namespace) -> list[flo
 
 
 def run_task(title, method, arguments, rates: tuple[float, ...], seeds: int, validation: str):
-    """The TaskResult of a sweep. With `validation` "" a tenth of the training rows is held out."""
+    """Returns the sweep's TaskResult; `validation` "" holds out a tenth of the training rows."""
     from configs import text
     from convbert_jax.config import from_config_dict, to_dict
     from convbert_jax.recipes import finetuning
@@ -191,7 +193,7 @@ def run_task(title, method, arguments, rates: tuple[float, ...], seeds: int, val
 
 
 def score_bag_of_words(title: str, method: str, arguments: argparse.Namespace) -> list[float]:
-    """One score: nothing in it is random."""
+    """Returns one score, without randomness."""
     from scipy import sparse
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
@@ -216,11 +218,11 @@ def score_bag_of_words(title: str, method: str, arguments: argparse.Namespace) -
     return [float(score(gold, predicted))]
 
 
-# --- What is shown ---
+# --- Table and figure ---
 
 
 def format_table(results: dict) -> str:
-    """Markdown: medians x 100, the range over seeds, and the most frequent label alone."""
+    """Returns a Markdown table: medians x 100, ranges over seeds, and the most frequent label."""
     lines = [
         "| task | scored on | train rows | pre-trained | from scratch | bag of words | gain | "
         "one label |",
@@ -250,7 +252,7 @@ def _show_scores(scores: list[float]) -> str:
 
 
 def draw(results: dict, path: pathlib.Path) -> None:
-    """A row a task: the three methods, medians as dots, all seeds as thin marks."""
+    """Draws a row per task: medians of the three methods as dots, all seeds as thin marks."""
     import matplotlib
 
     matplotlib.use("Agg")

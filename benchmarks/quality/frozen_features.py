@@ -1,11 +1,11 @@
-"""What a pre-trained encoder knows of whole texts before any fine-tuning, in a minute.
+"""Accuracy of frozen text features of a pre-trained encoder, in a minute.
 
     python -m benchmarks.quality.frozen_features --init-from=runs/tiny --task TREC
 
 Logistic regression on features of frozen weights, pre-trained and random: [CLS] and the mean over
-tokens of the last layer, and the mean of the embeddings. 2,000 training rows and at most 2,000
-scored ones of a task of finetuning_gain.py, whose files are below CONVBERT_DATA, each
-text cut to 64 tokens; features are standardized, the strength of the regression is not tuned.
+tokens of the last layer, and the mean of the embeddings. Uses 2,000 training rows and at most 2,000
+scored rows of a task of finetuning_gain.py, with files below CONVBERT_DATA. Texts are truncated to
+64 tokens, features are standardized, and the regularization is not tuned.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def extract(arguments, source):
-    """(weights, and for training and scored rows a list of (features [N, C], labels))."""
+    """Yields (weights, list of (features [N, C], labels) for training and scored rows)."""
     import jax
     from flax import nnx
 
@@ -78,7 +78,7 @@ def extract(arguments, source):
 
 
 def draw_rows(source, count: int, tokenizer, split: str):
-    """(batches of encoded rows, their labels)."""
+    """Returns (batches of encoded rows, their labels)."""
     from convbert_jax.data.tasks.encoding import encode_texts
 
     examples = source.read(split)
@@ -91,7 +91,7 @@ def draw_rows(source, count: int, tokenizer, split: str):
 
 
 def probe(train, scored) -> float:
-    """Accuracy on the scored rows."""
+    """Returns the accuracy on the scored rows."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler

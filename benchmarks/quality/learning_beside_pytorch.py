@@ -1,15 +1,15 @@
-"""Does a run of masked words learn as transformers' own class does in PyTorch?
+"""Compares the masked LM losses of a run with transformers' class trained in PyTorch.
 
     python -m convbert_jax.main --config=configs/tiny.py --workdir=runs/ours \
         --config.recipe=masked_lm --config.data.layout=electra --config.optimizer.method=adamw \
         --config.model.mixer=attention
     python -m benchmarks.quality.learning_beside_pytorch --run=runs/ours --seeds 0 1
 
-Of a run with config.model.mixer=attention its class is BERT's, with mixed (the default) ConvBERT's.
-It has the sizes, the schedule and the rows of the run, in their order, and everything else of its
-own: weights as transformers draws them, masks by numpy, AdamW, clipping and autograd by PyTorch,
-float32. Prints held-out losses of masked words beside those that the run logged. Losses of two
-seeds of one program differ too: how much, `--seeds` shows. Needs torch and transformers.
+The class is BERT for config.model.mixer=attention and ConvBERT for mixed (the default). It has the
+sizes, schedule and rows of the run, in the same order. The rest is independent: initialization by
+transformers, masks by numpy, AdamW, clipping and autograd by PyTorch, float32. Prints held-out
+losses of masked tokens next to the losses that the run logged. `--seeds` shows the variation
+between seeds. Needs torch and transformers.
 """
 
 import argparse
@@ -21,14 +21,14 @@ import numpy as np
 
 from convbert_jax.config import Config, ConfigError, UserError
 
-IGNORED = -100  # a label that PyTorch's cross entropy leaves out
-_HELD_OUT = 1_000_003  # seed of the masks of held-out rows, which stay
+IGNORED = -100  # label that PyTorch's cross entropy ignores
+_HELD_OUT = 1_000_003  # seed of the constant held-out masks
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", required=True, help="workdir of ours, finished")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of PyTorch's runs")
+    parser.add_argument("--run", required=True, help="workdir of a finished run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds in PyTorch")
     arguments = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
@@ -51,7 +51,7 @@ def compare(folder: str, seeds: list[int]) -> None:
         for record in read_metrics(workdir.metrics)
         if record["split"] == "validation"
     }
-    print(f"held-out loss of masked words, mixer {config.model.mixer}, rows of the run's seed")
+    print(f"held-out loss of masked tokens, mixer {config.model.mixer}, rows of the run's seed")
     print(f"| step | ours | {' | '.join(f'PyTorch, seed {seed}' for seed in seeds)} |")
     print(f"|---:|{'---:|' * (1 + len(seeds))}")
     for losses in zip(*(learn(config, data, seed) for seed in seeds), strict=True):
@@ -61,10 +61,10 @@ def compare(folder: str, seeds: list[int]) -> None:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for a run that PyTorch's classes and `learn` cannot follow."""
+    """Raises ConfigError for a run that PyTorch's classes and `learn` do not support."""
     wanted = {
         "recipe": "masked_lm",
-        "data.layout": "electra",  # packed rows hold several texts, which their attention mixes
+        "data.layout": "electra",  # attention would mix the texts of packed rows
         "optimizer.method": "adamw",
         "optimizer.bias_correction": True,
         "optimizer.decay_embeddings": True,
@@ -75,16 +75,16 @@ def check(config: Config) -> None:
         section, _, name = path.rpartition(".")
         found = getattr(getattr(config, section) if section else config, name)
         if found != value:
-            raise ConfigError(f"the run has config.{path}={found!r}; only {value!r} is compared.")
+            raise ConfigError(f"the run has config.{path}={found!r}; only {value!r} is supported.")
     if config.model.mixer not in ("attention", "mixed"):
         raise ConfigError(
-            f"the run has config.model.mixer={config.model.mixer!r}; transformers has models of "
+            f"the run has config.model.mixer={config.model.mixer!r}; transformers supports "
             "attention and mixed."
         )
 
 
 def learn(config: Config, data, seed: int) -> Iterator[tuple[int, float]]:
-    """(step, held-out loss) of one run in PyTorch, whenever ours would evaluate."""
+    """Trains in PyTorch; yields (step, held-out loss) at the run's evaluations."""
     import torch
 
     from convbert_jax.training.optimizer import make_schedule
@@ -125,7 +125,7 @@ def learn(config: Config, data, seed: int) -> Iterator[tuple[int, float]]:
 
 
 def make_model(config: Config):
-    """BertForMaskedLM or ConvBertForMaskedLM, with weights as transformers draws them."""
+    """Returns BertForMaskedLM or ConvBertForMaskedLM, initialized by transformers."""
     import transformers
 
     model = config.model
@@ -154,14 +154,14 @@ def make_model(config: Config):
 
 
 class Mask:
-    """Masked words of a batch, as `config.objective` has them, drawn here."""
+    """Masks tokens of a batch by `config.objective`, with separate random numbers."""
 
     def __init__(self, config: Config, special: np.ndarray, mask_id: int, words: int):
         self._objective, self._special = config.objective, special
         self._mask_id, self._words = mask_id, words
 
     def __call__(self, batch, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """tokens, types, real (1 where there is no padding), labels; all [B, L]."""
+        """Returns tokens, types, attention mask (1: not padding) and labels; all [B, L]."""
         objective, tokens = self._objective, np.array(batch["tokens"])
         real = np.array(batch["segment_ids"]) > 0
         free = real & ~np.isin(tokens, self._special)
@@ -184,7 +184,7 @@ class Mask:
 
 
 def loss_of(model, batch: dict[str, np.ndarray]):
-    """Cross entropy in nats of each masked word of a batch."""
+    """Returns the cross entropy in nats of each masked token of a batch."""
     import torch
 
     tokens, types, real, labels = (torch.as_tensor(a, dtype=torch.long) for a in batch.values())
@@ -194,7 +194,7 @@ def loss_of(model, batch: dict[str, np.ndarray]):
 
 
 def evaluate(model, mask: Mask, batches) -> float:
-    """Mean loss of masked words of held-out rows, with the same masks each time."""
+    """Returns the mean loss of masked tokens of held-out rows, with constant masks."""
     import torch
 
     rng = np.random.default_rng(_HELD_OUT)

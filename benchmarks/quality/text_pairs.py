@@ -1,17 +1,17 @@
-"""Public data as the two columns that configs/text_to_text.py reads: a text, and the text to write.
+"""Converts public data to the two columns of configs/text_to_text.py: input and target text.
 
     python -m benchmarks.quality.text_pairs runs/pairs
 
-Writes below CONVBERT_DATA's sets, as .tsv files with a header:
+Reads sets below CONVBERT_DATA and writes .tsv files with a header:
 
-trec, agnews, sst2, imdb (text, label): labels in words, TREC's 46 fine ones as `LOC:city`; of a
-review of IMDb the first 100 words; of the test rows of AG News and IMDb 2,000, drawn with seed 0.
-AG News' train is the 10,001 rows that CONVBERT_DATA has of it.
-cogs (source, target, type): variable-free forms. The sets dev and test come with logical forms
-alone, so theirs are written by `variable_free`, which has to give those of all sentences of
-the training set first. gen.tsv is whole, gen-CASE.tsv one case, gen-2100.tsv the first 100 of each.
-scan-simple, scan-length (source, target): an action as one letter, so that a piece of the
-vocabulary can be a whole one.
+- trec, agnews, sst2, imdb (text, label): labels as words; TREC has 46 fine ones such as `LOC:city`.
+  IMDb reviews are truncated to 100 words. The test sets of AG News and IMDb have 2,000 rows, drawn
+  with seed 0. AG News' train has the 10,001 rows in CONVBERT_DATA.
+- cogs (source, target, type): variable-free forms. dev and test have logical forms only; theirs are
+  computed by `variable_free`, after a check that it reproduces all forms of the training set.
+  gen.tsv is complete, gen-CASE.tsv has one case, gen-2100.tsv the first 100 rows of each.
+- scan-simple, scan-length (source, target): each action is one letter, so that a token of the
+  vocabulary can be a whole action.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ACTIONS = {
     "I_RUN": "N",
     "I_JUMP": "J",
 }
-# "* sailor ( x _ 1 )" and "dust . agent ( x _ 2 , x _ 1 )", "bake . agent ( x _ 1 , Emma )"
+# "* sailor ( x _ 1 )", "dust . agent ( x _ 2 , x _ 1 )" or "bake . agent ( x _ 1 , Emma )"
 _NOUN = re.compile(r"(?P<name>(?:\* )?\S+) \( x _ (?P<node>\d+) \)")
 _EDGE = re.compile(
     r"(?P<name>\S+) \. (?P<role>\S+(?: \. \S+)?) "
@@ -44,7 +44,7 @@ _EDGE = re.compile(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where the files are written")
+    parser.add_argument("folder", type=Path, help="output folder")
     folder = parser.parse_args().folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def classification():
-    """(name, columns, rows) of each file of the four classification sets."""
+    """Yields (name, columns, rows) of each file of the four classification sets."""
     columns = ("text", "label")
     for split in ("train", "test"):
         rows = (line.split(" ", 1) for line in _lines(f"classification/TREC/{split}.txt", "latin1"))
@@ -74,17 +74,17 @@ def classification():
 
 
 def cogs():
-    """(name, columns, rows) of each file of COGS (Kim and Linzen, 2020).
+    """Yields (name, columns, rows) of each file of COGS (Kim and Linzen, 2020).
 
     Raises:
-      ValueError: a form of the training set comes out other than it is given.
+      ValueError: a computed form of the training set differs from the given one.
     """
     columns = ("source", "target", "type")
     train = _table("seq2seq/COGS-variable-free/train.tsv")
     logical = _table("seq2seq/COGS/train.tsv")
     for (text, form, kind), (_, wanted, _) in zip(logical, train, strict=True):
         if kind != "primitive" and variable_free(form) != wanted:
-            raise ValueError(f"{text!r}: {variable_free(form)!r} in place of {wanted!r}.")
+            raise ValueError(f"{text!r}: got {variable_free(form)!r}, expected {wanted!r}.")
     yield "cogs-train", columns, train
     for split in ("dev", "test"):
         rows = _table(f"seq2seq/COGS/{split}.tsv")
@@ -100,7 +100,7 @@ def cogs():
 
 
 def scan():
-    """(name, columns, rows) of each file of SCAN (Lake and Baroni, 2018)."""
+    """Yields (name, columns, rows) of each file of SCAN (Lake and Baroni, 2018)."""
     actions = re.compile("|".join(ACTIONS))
     for split in ("simple", "length"):
         for part in ("train", "test"):
@@ -112,13 +112,13 @@ def scan():
 
 
 def variable_free(form: str) -> str:
-    """A logical form of COGS with each noun in the place of its variable.
+    """Replaces the variables of a COGS logical form by nouns.
 
-    "* girl ( x _ 1 ) ; cook . agent ( x _ 2 , x _ 1 )" is "cook ( agent = * girl )": what no other
-    takes as its argument stands outermost, roles in the order of the logical form.
+    "* girl ( x _ 1 ) ; cook . agent ( x _ 2 , x _ 1 )" becomes "cook ( agent = * girl )". The event
+    that is no argument of another is outermost; roles keep the order of the logical form.
 
     Raises:
-      ValueError: a term is none of COGS, or not exactly one event stands outermost.
+      ValueError: a term is not valid in COGS, or the number of outermost events is not one.
     """
     names, edges, taken = {}, {}, set()
     for term in re.split(r" AND | ; ", form):
@@ -130,7 +130,7 @@ def variable_free(form: str) -> str:
             edges.setdefault(edge["node"], []).append(edge)
             taken.add(edge["argument"])
         else:
-            raise ValueError(f"{term!r} is no term of a logical form of COGS.")
+            raise ValueError(f"{term!r} is not a valid term of a COGS logical form.")
 
     def write(node: str) -> str:
         roles = [
@@ -141,12 +141,12 @@ def variable_free(form: str) -> str:
 
     outermost = [node for node in edges if node not in taken]
     if len(outermost) != 1:
-        raise ValueError(f"{form!r} has {len(outermost)} outermost events in place of one.")
+        raise ValueError(f"{form!r} has {len(outermost)} outermost events; expected one.")
     return write(outermost[0])
 
 
 def _draw(rows: list) -> list:
-    """Some of the rows, which may be sorted by label."""
+    """Draws some of the rows, which may be sorted by label."""
     random.Random(0).shuffle(rows)
     return rows[:TEST_ROWS]
 
