@@ -1,6 +1,4 @@
-"""What benchmarks of decoders of ours beside one of PyTorch have in common: mixers and vocabulary,
-the race, and the table of it.
-"""
+"""Shared code of decoder benchmarks against PyTorch: mixers, vocabulary, timing and table."""
 
 import argparse
 import json
@@ -16,7 +14,7 @@ WORDS, PAD, START, END = 8_000, 0, 2, 3
 
 
 def race(ours: dict[str, Callable], theirs: Callable, rounds: int) -> dict:
-    """Medians of runs in turn; `ratio` is the median of PyTorch / ours over the rounds."""
+    """Returns medians of alternating runs; `ratio` is the median of PyTorch / ours over rounds."""
     times = timing.alternate({**ours, "theirs": theirs}, rounds)
     baseline = times.pop("theirs")
     found = {"pytorch_ms": statistics.median(baseline)}
@@ -32,7 +30,7 @@ def race(ours: dict[str, Callable], theirs: Callable, rounds: int) -> dict:
 
 
 def report(title: str, figures: dict[str, dict], arguments: argparse.Namespace) -> None:
-    """A line for each race by its name, and all of it in the file of `--json`."""
+    """Prints a line for each race; writes all figures to the `--json` file."""
     cores = len(os.sched_getaffinity(0))
     print(f"{title}, float32, {cores} threads, {platform.processor() or platform.machine()}")
     print(f"{'':34}{'PyTorch, ms':>12}" + "".join(f"{m + ', ms':>15}{'ratio':>7}" for m in MIXERS))

@@ -1,16 +1,16 @@
-"""Our encoder and Hugging Face's PyTorch ConvBertModel on the same CPU, with the same weights.
+"""Speed of our encoder and of Hugging Face's PyTorch ConvBertModel on the same CPU.
 
     python -m benchmarks.speed.cpu_vs_pytorch --threads 1 2
     python -m benchmarks.speed.cpu_vs_pytorch --sizes base --rounds 15 --json result.json
     python -m benchmarks.speed.cpu_vs_pytorch --dtype bfloat16
 
-Runs both in one process in turn, with the same number of threads, without dropout, after checking
-that their outputs agree: in float32, or both with float32 parameters and bfloat16 products, as
-config.compute_dtype and torch.autocast have them. Each of several numbers of threads is a process
-of its own, as XLA counts its cores once. The process keeps the memory that it frees, for both, as
-training from the command line does; with --memory asked it asks the system for it anew, as a
-program does that loads a model. Prints medians in milliseconds and PyTorch's time divided by ours:
-above 1 ours is faster. Needs torch and transformers.
+Both have the same weights and number of threads, no dropout, and alternate in one process after a
+check that their outputs agree. --dtype bfloat16: float32 parameters and bfloat16 products, as with
+config.compute_dtype and torch.autocast. Each number of threads is a separate process, because XLA
+counts cores once. By default freed memory stays in the process, for both, as in training from the
+command line; --memory asked returns it to the system, as in a program that loads a model. Prints
+medians in milliseconds and PyTorch's time divided by ours; above 1 ours is faster. Needs torch and
+transformers.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if len(arguments.threads) > 1:
         if arguments.json:
-            parser.error("--json has the figures of one number of threads; name one")
+            parser.error("--json supports a single value of --threads")
         for count in arguments.threads:
             own = ["--threads", str(count)]
             command = [sys.executable, "-m", "benchmarks.speed.cpu_vs_pytorch", *sys.argv[1:], *own]
@@ -70,7 +70,7 @@ def main() -> None:
             json.dump(vars(arguments) | {"results": rows}, file)
 
 
-# How far outputs may be apart, which are about 1.
+# Tolerances of outputs with magnitude of about 1.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.3}
 SIZES = {
     "small": dict(hidden_size=256, embedding_size=128, heads=4, ffn_size=1024),
@@ -91,7 +91,7 @@ def compare(size: str, arguments: argparse.Namespace) -> dict:
     from convbert_jax.models.encoder import Encoder
     from tests.parity.pytorch_weights import read
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # what XLA takes
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA uses
     default = Config()
     model = dataclasses.replace(
         default.model,
@@ -135,7 +135,7 @@ def compare(size: str, arguments: argparse.Namespace) -> dict:
         embedded = parts["embeddings"](tokens, ids, types, dtype=dtype)
         return parts["encoder"](embedded, ids).astype(jnp.float32)
 
-    # A jit in a jit would put together what the backward pass needs of all layers.
+    # A nested jit would merge the stored activations of all layers.
     forward = jax.jit(encode)
     gradient = jax.jit(
         jax.value_and_grad(lambda params, tokens: jnp.square(encode(params, tokens)).mean())
@@ -157,7 +157,7 @@ def compare(size: str, arguments: argparse.Namespace) -> dict:
 
     difference = np.abs(forward(params, ours_tokens) - their_forward().numpy()).max()
     if difference > TOLERANCES[arguments.dtype]:
-        raise SystemExit(f"{size}: outputs differ by {difference:.1e}; the timings mean nothing.")
+        raise SystemExit(f"{size}: outputs differ by {difference:.1e}; timings are invalid.")
     return {
         "forward": race(
             lambda: jax.block_until_ready(forward(params, ours_tokens)),
@@ -173,7 +173,7 @@ def compare(size: str, arguments: argparse.Namespace) -> dict:
 
 
 def race(ours: Callable, theirs: Callable, rounds: int) -> dict[str, float]:
-    """Medians of alternating runs; `ratio` is the median of PyTorch / ours over the pairs."""
+    """Returns medians of alternating runs; `ratio` is the median of PyTorch / ours over pairs."""
 
     def clock(run):
         start = time.perf_counter()

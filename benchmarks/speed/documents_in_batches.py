@@ -1,9 +1,9 @@
-"""How many documents a batch of 128 rows is of, as `:paper` reads it and as the default does.
+"""Number of documents in a batch of 128 rows, with `:paper` and with the default reading order.
 
     python benchmarks/speed/documents_in_batches.py --vocabulary=vocab.txt [--files=40]
 
-On the Wikipedia text in CONVBERT_DATA (default ../shared/data), with a WordPiece vocabulary. The
-rows are made as in preparing a corpus, but only counted, by document.
+Uses the Wikipedia text in CONVBERT_DATA (default ../shared/data) and a WordPiece vocabulary. Rows
+are made as in preparing a corpus, but only counted, by document.
 """
 
 import argparse
@@ -26,7 +26,7 @@ SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
 def rows_of_documents(source, tokenizer: Tokenizer) -> list[list[int]]:
-    """For each unit the number of rows of each of its documents, shuffled."""
+    """Returns the number of rows of each document, per unit, shuffled."""
     result = []
     for index, unit in enumerate(source.units):
         documents = list(source.documents(unit))
@@ -39,7 +39,7 @@ def rows_of_documents(source, tokenizer: Tokenizer) -> list[list[int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--vocabulary", required=True, help="a vocab.txt of BERT")
+    parser.add_argument("--vocabulary", required=True, help="vocab.txt of BERT")
     parser.add_argument("--files", type=int, default=40)
     parser.add_argument("--batches", type=int, default=2000)
     arguments = parser.parse_args()

@@ -1,17 +1,20 @@
-"""Fine-tuning on CoLA: five seeds as one program against one after another, and our loop against a
-Trainer-style PyTorch loop, on the same machine.
+"""Fine-tuning speed on CoLA: vectorized against sequential seeds, and against PyTorch.
 
     python -m benchmarks.speed.finetuning_speed --part seeds
     python -m benchmarks.speed.finetuning_speed --part pytorch --sizes tiny small
 
-Everything alternates in one process. Texts are tokenized before, for both; compilation is done in a
-first round that is not counted. `seeds`: seconds to train five runs and to predict the dev set for
-each. `pytorch`: examples per second of a whole training loop (batch 32, dropout, AdamW, clipping,
-linear schedule) and of prediction (batch 128) of Hugging Face's ConvBertForSequenceClassification
-with the same weights, after checking that logits agree. It pads to the longest text of a batch, as
-Hugging Face's data collator does; ours pads to the lengths of config.finetune.buckets, with rows
-of similar length together. Needs the data folder (CONVBERT_DATA) with CoLA and the vocabulary;
-`pytorch` needs torch and transformers.
+All variants alternate in one process. Tokenization and a first round with compilation are not
+timed.
+
+- `seeds`: seconds to train five runs and to predict the dev set with each.
+- `pytorch`: examples per second of a whole training loop (batch 32, dropout, AdamW, clipping,
+  linear schedule) and of prediction (batch 128), against Hugging Face's
+  ConvBertForSequenceClassification with the same weights, after a check that logits agree. It pads
+  to the longest text of a batch, like Hugging Face's data collator. Ours groups rows of similar
+  length and pads to the lengths of config.finetune.buckets.
+
+Needs the data folder (CONVBERT_DATA) with CoLA and the vocabulary; `pytorch` needs torch and
+transformers.
 """
 
 import argparse
@@ -32,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=("seeds", "pytorch"), required=True)
     parser.add_argument("--sizes", nargs="+", default=["tiny"], choices=("tiny", "small"))
-    parser.add_argument("--rows", type=int, default=640, help="of the training set")
+    parser.add_argument("--rows", type=int, default=640, help="training rows")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -44,7 +47,7 @@ def main() -> None:
 
 
 class Ours:
-    """A size of the encoder with random weights, CoLA, and the loop of `finetuning/`."""
+    """An encoder of one size with random weights, CoLA, and the loop of `finetuning/`."""
 
     def __init__(self, size: str, rows: int):
         import jax
@@ -80,7 +83,7 @@ class Ours:
         self.weights = {name: part for name, part in self.start.items() if name != "head"}
 
     def train(self, seeds, vectorized: bool):
-        """Trained runs of one epoch."""
+        """Returns runs trained for one epoch."""
         setting = self.fitting.Setting(3e-4, 1.0)
         return self.fitting.fit(
             self.programs, self.task, self.config, setting, seeds, self.weights,
@@ -88,7 +91,7 @@ class Ours:
         )  # fmt: skip
 
     def predict(self, params, vectorized: bool):
-        """Outputs for the dev set."""
+        """Returns outputs for the dev set."""
         found = self.fitting.predict(
             self.programs, self.task, self.config, params, "validation", vectorized=vectorized
         )
@@ -141,7 +144,7 @@ def compare_pytorch(ours: Ours, rounds: int) -> list[str]:
 
 
 class Theirs:
-    """Hugging Face's class with the weights that ours start from, in a loop like its Trainer's."""
+    """Hugging Face's class with the same initial weights, in a loop like its Trainer's."""
 
     def __init__(self, ours: Ours):
         import torch
@@ -150,7 +153,7 @@ class Theirs:
         from convbert_jax.interop.huggingface import folder as huggingface
         from convbert_jax.interop.networks import split
 
-        torch.set_num_threads(len(os.sched_getaffinity(0)))  # what XLA takes
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA uses
         config = dataclasses.replace(ours.config, outputs=ours.task.outputs)
         with tempfile.TemporaryDirectory() as folder:
             network = split(config, ours.start)["main"]
@@ -161,7 +164,7 @@ class Theirs:
         self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def batch(self, rows, index):
-        """Padded to the longest row."""
+        """Returns a batch padded to its longest row."""
         length = int(rows.lengths[index].max())
         values = rows.batch(index, length)
         names = {
@@ -197,7 +200,7 @@ class Theirs:
 
 
 def check_logits(ours: Ours, theirs: Theirs) -> None:
-    """Stops unless both compute the same from rows without padding, which their class reads."""
+    """Exits unless logits agree on unpadded rows; Hugging Face's class does not mask padding."""
     import numpy as np
 
     from convbert_jax.finetuning.programs import widen_head
@@ -210,7 +213,7 @@ def check_logits(ours: Ours, theirs: Theirs) -> None:
     with theirs.torch.no_grad():
         other = theirs.model(**theirs.batch(ours.dev, index)).logits.numpy()
     if np.abs(mine - other).max() > 1e-4:
-        raise SystemExit(f"logits differ by {np.abs(mine - other).max():.1e}: nothing to compare.")
+        raise SystemExit(f"logits differ by {np.abs(mine - other).max():.1e}; timings are invalid.")
 
 
 def clock(run):

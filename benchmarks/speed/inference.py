@@ -1,24 +1,24 @@
-"""Models in use on a CPU: ours, Hugging Face's PyTorch class and ONNX Runtime, of the same weights.
+"""Inference on a CPU: ours, Hugging Face's PyTorch class and ONNX Runtime with the same weights.
 
     python -m benchmarks.speed.inference --threads 1 2
     python -m benchmarks.speed.inference --parts texts --sizes small --reviews 128 --rounds 5
     python -m benchmarks.speed.inference --dtype bfloat16        # of a processor with AMX
 
-A run with random weights is written, exported to Hugging Face and from there to ONNX by PyTorch's
-exporter (docs/weights.md); outputs are compared first. All run in turns in one process, with the
-same number of threads, in float32, or ours and PyTorch's (all its weights) in bfloat16, ONNX
-Runtime in float32 all the same; other threads get a moment to stop spinning between two turns.
-Ratios are medians over pairs of turns that follow each other, with the lowest and the highest;
-above 1 ours is faster; where other work disturbs the machine the fastest turns say more. Each
-number of threads is a process of its own; with one thread, where nobody waits for another, the
-process's CPU time is taken, which other work hardly changes.
+Writes a run with random weights, exports it to Hugging Face and from there to ONNX with PyTorch's
+exporter (docs/weights.md), and compares the outputs. All programs alternate in one process with the
+same number of threads, in float32. With bfloat16, ours and PyTorch (all weights) use bfloat16;
+ONNX Runtime stays in float32. A pause between turns lets threads stop spinning. Ratios are medians
+over consecutive pairs, with minimum and maximum; above 1 ours is faster. On a busy machine the
+fastest turns are more reliable. Each number of threads is a separate process. With one thread the
+process's CPU time is measured, which other load hardly changes.
 
-forward: the encoder at fixed shapes without padding. texts: texts a second from strings to
-vectors, CoLA's dev set and reviews of IMDb in a random order, cut to 512 tokens; `model.encode`,
-transformers' pipeline("feature-extraction") at its best of three batch sizes, and ONNX Runtime fed
-by the same tokenizer, sorted by length and padded to the longest of a batch, at its best of three
-batch sizes. What compiling costs is said and not timed. startup: from the start of a process to
-the first vector.
+- forward: the encoder at fixed shapes without padding.
+- texts: texts per second from strings to vectors, for CoLA's dev set and IMDb reviews in random
+  order, truncated to 512 tokens. Compares `model.encode`, transformers'
+  pipeline("feature-extraction") and ONNX Runtime, the latter two at the best of three batch sizes.
+  ONNX Runtime uses the same tokenizer, with texts sorted by length and padded to the longest of a
+  batch. Compilation is reported separately.
+- startup: from the start of a process to the first vector.
 
 Needs torch, transformers, onnx, onnxscript and onnxruntime, and the data folder (CONVBERT_DATA).
 """
@@ -44,10 +44,10 @@ from benchmarks import public_data, timing
 from benchmarks.speed.inference_models import Models, prepare
 
 PARTS = ("forward", "texts", "startup")
-AGREE = {"float32": 1e-4, "bfloat16": 0.2}  # most that outputs of one model differ by
-BATCHES = (1, 8, 32)  # rows that others are tried with
-_REST = 0.02  # seconds between two turns, in which threads of the one before stop spinning
-_TURN = 0.05  # seconds that a turn of the forward pass takes at least
+AGREE = {"float32": 1e-4, "bfloat16": 0.2}  # tolerance of outputs
+BATCHES = (1, 8, 32)  # batch sizes of the other programs
+_REST = 0.02  # seconds between turns, in which threads of the previous program stop spinning
+_TURN = 0.05  # minimum seconds of a forward turn
 
 
 def main() -> None:
@@ -57,13 +57,13 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[2])
     parser.add_argument("--shapes", nargs="+", default=["8x128", "1x128", "1x32"])
     parser.add_argument("--sets", nargs="+", default=["CoLA", "IMDb"], choices=("CoLA", "IMDb"))
-    parser.add_argument("--reviews", type=int, default=128, help="of IMDb")
+    parser.add_argument("--reviews", type=int, default=128, help="number of IMDb reviews")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="float32", choices=tuple(AGREE))
-    parser.add_argument("--folder", help="of the models; kept and used again")
+    parser.add_argument("--folder", help="folder of the models; reused")
     arguments = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what compiling costs is to be seen
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # measures compilation
     _be_quiet()
     with _folder(arguments.folder) as folder:
         if len(arguments.threads) > 1:
@@ -135,15 +135,15 @@ def _check_same(name: str, found, expected, dtype: str) -> None:
 
     difference = np.abs(found - expected).max()
     if not difference < AGREE[dtype]:
-        raise SystemExit(f"{name} differs by {difference:.1e}; the timings mean nothing.")
+        raise SystemExit(f"{name} differs by {difference:.1e}; timings are invalid.")
 
 
 def _race(runs: Mapping[str, Callable], rounds: int, seconds: float = 0.0, count: int = 0) -> str:
-    """Times in turns, in words.
+    """Times functions in alternation; returns the result as text.
 
     Args:
-      seconds: that a turn takes at least, by repeating.
-      count: of what a turn does, to say how many a second; 0: milliseconds are said.
+      seconds: minimum duration of a turn, by repetition.
+      count: items per turn, for a rate per second; 0: reports milliseconds.
     """
     clock = _clock()
     turns = {}
@@ -177,14 +177,14 @@ def _race(runs: Mapping[str, Callable], rounds: int, seconds: float = 0.0, count
     )
     ratios = (
         f"{name} / {first} {timing.describe_ratios(times[first], times[name])}, "
-        f"of the fastest {min(times[name]) / min(times[first]):.2f}"
+        f"fastest {min(times[name]) / min(times[first]):.2f}"
         for name in others
     )
     return f"{', '.join(shown)}; {'; '.join(ratios)}"
 
 
 def _clock() -> Callable[[], float]:
-    """Seconds of CPU time with one thread, else of the clock on the wall."""
+    """Returns CPU seconds with one thread, else wall-clock seconds."""
     return time.process_time if len(os.sched_getaffinity(0)) == 1 else time.perf_counter
 
 
@@ -206,7 +206,7 @@ def read_reviews(count: int) -> list[str]:
 def compare_texts(
     models: Models, texts: Sequence[str], rounds: int, batches: Sequence[int] = BATCHES
 ) -> Iterator[str]:
-    """Vectors of the first token; others read padding, so they are compared on texts alone."""
+    """Compares vectors of the first token by text, because other programs do not mask padding."""
     import numpy as np
 
     def ours(texts=texts):
@@ -236,7 +236,7 @@ def compare_texts(
     lengths = [len(tokens) for tokens in models.ours.tokenize(texts)]
     yield (
         f"{len(texts)} texts of {np.mean(lengths):.1f} tokens, {network.encoder.depth} layers; "
-        f"the first time takes {compiling:.1f} s more, for {_programs(models)} programs so far"
+        f"compilation takes {compiling:.1f} s, for {_programs(models)} programs so far"
     )
     yield _race(runs, rounds, count=len(texts))
 
@@ -272,7 +272,7 @@ def _pipeline(models: Models) -> Callable:
 
 
 def run_sorted(models: Models, texts: Sequence[str], rows: int):
-    """First vectors by ONNX Runtime, rows of similar length together."""
+    """Returns the first vectors by ONNX Runtime, with rows of similar length together."""
     import numpy as np
 
     ids = models.tokenizer(list(texts), truncation=True, max_length=512)["input_ids"]
@@ -304,7 +304,7 @@ print(len(found("A text of a few words.")), flush=True)
 
 
 def measure_startup(folder: Path, rounds: int) -> Iterator[str]:
-    """Seconds from the start of a process to its first vector, in turns."""
+    """Measures the seconds from the start of a process to its first vector, in alternation."""
     with tempfile.TemporaryDirectory() as cache:
         ours = _OURS.format(folder=str(folder / "run"))
         cold = _seconds_to_first_line(ours, cache)

@@ -1,4 +1,4 @@
-"""One model as three programs have it: a run of ours, Hugging Face's class and ONNX Runtime."""
+"""One model in three programs: this package, Hugging Face's class and ONNX Runtime."""
 
 import dataclasses
 import os
@@ -11,11 +11,13 @@ NAMES = ("input_ids", "attention_mask", "token_type_ids")
 
 
 def prepare(folder: Path, size: str, **changed: Any) -> None:
-    """A run of configs/SIZE.py with random weights as folder/run, its export as folder/exported and
-    folder/model.onnx; nothing where these are there.
+    """Writes a run of configs/SIZE.py with random weights, and its exports.
+
+    The run is folder/run, the exports are folder/exported and folder/model.onnx. Existing files are
+    kept.
 
     Args:
-      changed: fields of the config by path, beside the vocabulary of BERT and rows of 512.
+      changed: config fields by path, in addition to BERT's vocabulary and rows of 512.
     """
     if (folder / "model.onnx").exists():
         return
@@ -59,7 +61,7 @@ def _write_onnx(folder: Path) -> None:
     model = transformers.AutoModel.from_pretrained(
         folder / "exported", attn_implementation="eager"
     ).eval()
-    # One array for all inputs would be taken for one input.
+    # One array for all inputs would be exported as one input.
     ids = torch.ones(2, 16, dtype=torch.long)
     inputs = (ids, ids.clone(), torch.zeros_like(ids))
     free = {
@@ -73,8 +75,9 @@ def _write_onnx(folder: Path) -> None:
 
 
 class Models:
-    """The three, each with the threads that this process may run; ours and PyTorch's compute in
-    `dtype`, ONNX Runtime in the float32 of the file.
+    """The three models, each with all threads of this process.
+
+    Ours and PyTorch compute in `dtype`, ONNX Runtime in float32.
     """
 
     def __init__(self, folder: Path, dtype: str = "float32"):
@@ -100,7 +103,7 @@ class Models:
         )
 
     def run_onnx(self, *arrays):
-        """Hidden states [B, L, C] of tokens, mask and types."""
+        """Returns hidden states [B, L, C] of tokens, mask and types."""
         return self.session.run(None, dict(zip(NAMES, arrays, strict=True)))[0]
 
     def run_torch(self, *arrays):

@@ -1,10 +1,10 @@
-"""How fast text becomes batches, and in how much memory.
+"""Speed and memory of the input pipeline, from text to batches.
 
     python benchmarks/speed/input_pipeline.py [--json] [--kinds sentencepiece wordpiece]
 
-For each kind of tokenizer, on the Wikipedia text in CONVBERT_DATA (default ../shared/data):
-training a vocabulary, then tokenizing and writing shards with it on all cores, then reading batches
-of 256 rows of 128 tokens. Every step runs in a fresh process, so that peak memory is its own.
+For each kind of tokenizer, on the Wikipedia text in CONVBERT_DATA (default ../shared/data): trains
+a vocabulary, tokenizes and writes shards on all cores, then reads batches of 256 rows of 128
+tokens. Every step runs in a fresh process, so that peak memory is measured separately.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def read(config: Config, folder: pathlib.Path, *, batches: int = 2000) -> dict:
 
 
 def _memory() -> dict:
-    """Peak resident memory of this process and of its largest child, in MB (Linux: kB units)."""
+    """Returns the peak resident MB of this process and its largest child (Linux: kB units)."""
     own, children = (
         resource.getrusage(who).ru_maxrss / 1000
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)

@@ -1,14 +1,13 @@
-"""Our language models and one in PyTorch (transformers' GPT-2) of the same shape, on the same CPU:
-the most probable token, again and again.
+"""Greedy decoding with our language models and with transformers' GPT-2, on the same CPU.
 
     python -m benchmarks.speed.language_models_vs_pytorch
     python -m benchmarks.speed.language_models_vs_pytorch --rows 1 8 --given 224 --length 256
 
-All run in one process in turn, with the same number of threads, in float32; the two Transformers
-have the same weights, and their logits are compared first. Of each text `--given` tokens are there,
-to which tokens are written until there are `--length`. Prints medians in milliseconds, and
-PyTorch's time divided by ours over the pairs of runs that follow each other: above 1 ours is
-faster. Needs torch and transformers.
+All models have the same shape and alternate in one process with the same number of threads, in
+float32. The two Transformers have the same weights, and their logits are compared first. Each text
+has `--given` tokens and is continued to `--length`. Prints medians in milliseconds, and PyTorch's
+time divided by ours over consecutive pairs of runs; above 1 ours is faster. Needs torch and
+transformers.
 """
 
 import argparse
@@ -23,9 +22,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512, help="channels; heads have 64")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="written together")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a text")
-    parser.add_argument("--given", type=int, default=1, help="of these, read and not written")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="batch sizes")
+    parser.add_argument("--length", type=int, default=64, help="tokens per text")
+    parser.add_argument("--given", type=int, default=1, help="prompt tokens, included in length")
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of each")
     parser.add_argument("--json", help="file to write the figures to")
     arguments = parser.parse_args()
@@ -42,7 +41,7 @@ def compare(arguments: argparse.Namespace) -> dict:
     import torch
     from flax import nnx
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # what XLA takes
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA uses
     ours = {mixer: make_ours(mixer, arguments) for mixer in MIXERS}
     theirs = make_gpt2(ours["attention"][1], arguments)
     tokens = np.random.default_rng(0).integers(5, WORDS, (4, arguments.length))
@@ -51,7 +50,7 @@ def compare(arguments: argparse.Namespace) -> dict:
     with torch.no_grad():
         difference = np.abs(found - theirs(torch.tensor(tokens)).logits.numpy()).max()
     if difference > 1e-3:
-        raise SystemExit(f"logits differ by {difference:.1e}; the timings mean nothing.")
+        raise SystemExit(f"logits differ by {difference:.1e}; timings are invalid.")
     figures = {}
     for rows in arguments.rows:
         begun = np.random.default_rng(1).integers(5, WORDS, (rows, arguments.given))
@@ -74,7 +73,7 @@ def compare(arguments: argparse.Namespace) -> dict:
 
 
 def make_ours(mixer: str, arguments: argparse.Namespace):
-    """(static part, parameters) of a language model of pre-norm."""
+    """Returns (static part, parameters) of a pre-norm language model."""
     from flax import nnx
 
     import convbert_jax
@@ -97,8 +96,10 @@ def make_ours(mixer: str, arguments: argparse.Namespace):
 
 
 def make_gpt2(params, arguments: argparse.Namespace):
-    """GPT-2 with our weights and our sinusoids as its table of positions. Ours multiplies words by
-    sqrt(C) where it reads them and not where it writes them, so its two tables are not tied.
+    """Returns GPT-2 with our weights and our sinusoids as its position table.
+
+    Ours scales input embeddings by sqrt(C), but not the output projection, so GPT-2's two tables
+    are not tied.
     """
     import jax.numpy as jnp
     import numpy as np
@@ -150,7 +151,7 @@ def make_gpt2(params, arguments: argparse.Namespace):
 
 
 def make_writer(graph, params, begun, length: int) -> Callable:
-    """Greedy texts that end at `length` tokens, not before."""
+    """Returns a greedy decoder whose texts end at exactly `length` tokens."""
     import jax
     import jax.numpy as jnp
     from flax import nnx

@@ -1,13 +1,13 @@
-"""Several small pre-training runs as one program, vmapped, against one after another.
+"""Several small pre-training runs as one vmapped program, compared with sequential runs.
 
     python -m benchmarks.speed.runs_together --target=cpu --config=tiny --runs 8
     python -m benchmarks.speed.runs_together --target=tpu:v5e --config=tiny --runs 8
 
-The step is loss, gradients and update with dropout, as a run of the config makes it; batches are
-random. On a CPU both forms alternate in one process and the figures are medians of seconds for one
-step of all runs. On TPU targets, which need no TPU, they are the TPU compiler's model in million
-cycles, with kernels as their traffic at full bandwidth, as in a plan: the profiler cannot read the
-narrow ones. A ratio above 1 says that together is faster.
+The step is loss, gradients and update with dropout, as in a run of the config; batches are random.
+On a CPU both forms alternate in one process and the figures are medians of seconds for one step of
+all runs. TPU targets need no TPU: the figures are the TPU compiler's model in million cycles, with
+kernels as their traffic at full bandwidth, because the profiler does not support the narrow ones.
+Ratios above 1 mean that the vmapped program is faster.
 """
 
 import argparse

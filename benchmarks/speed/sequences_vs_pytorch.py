@@ -1,16 +1,14 @@
-"""Our encoder-decoders and a Transformer in PyTorch (transformers' Marian) of the same shape, on
-the same CPU: training steps and decoding by beam search.
+"""Training and beam search of our encoder-decoders and transformers' Marian, on the same CPU.
 
     python -m benchmarks.speed.sequences_vs_pytorch
     python -m benchmarks.speed.sequences_vs_pytorch --lengths 16 64 --json result.json
 
-All run in one process in turn, with the same number of threads, in float32 without dropout; the two
-Transformers have the same weights, and their logits are compared first. A training step is forward,
-backward and AdamW. In decoding every text has the same number of tokens, so that all do the same
-work. Norms are behind each sum, as Marian has them. The process keeps the memory that it frees, as
-a training of ours does; PyTorch gains of that as well. Prints medians in milliseconds, and
-PyTorch's time divided by ours over the pairs of runs that follow each other: above 1 ours is
-faster. Needs torch and transformers.
+All models have the same shape and alternate in one process with the same number of threads, in
+float32 without dropout, with post-norm as in Marian. The two Transformers have the same weights,
+and their logits are compared first. A training step is forward, backward and AdamW. Decoded texts
+have equal lengths, so that all do the same work. Freed memory stays in the process, as in our
+training; this speeds up PyTorch too. Prints medians in milliseconds, and PyTorch's time divided by
+ours over consecutive pairs of runs; above 1 ours is faster. Needs torch and transformers.
 """
 
 import argparse
@@ -25,9 +23,9 @@ from convbert_jax.machine.allocator import keep_memory
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=64, help="of a training step")
+    parser.add_argument("--rows", type=int, default=64, help="rows per training step")
     parser.add_argument("--length", type=int, default=24, help="tokens of source and target")
-    parser.add_argument("--texts", type=int, default=32, help="decoded together")
+    parser.add_argument("--texts", type=int, default=32, help="batch size of decoding")
     parser.add_argument("--beam", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16, 64, 128], help="decoded")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each")
@@ -44,7 +42,7 @@ def compare(arguments: argparse.Namespace) -> dict:
     import numpy as np
     import torch
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # what XLA takes
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA uses
     rng = np.random.default_rng(0)
     shape = (arguments.rows, arguments.length)
     source, target = (rng.integers(5, WORDS, shape) for _ in range(2))
@@ -52,7 +50,7 @@ def compare(arguments: argparse.Namespace) -> dict:
     ours = {mixer: make_ours(mixer, theirs) for mixer in MIXERS}
 
     def their_logits():
-        # Marian puts its start token before the labels by itself; here the target is what is read.
+        # Marian prepends its start token to the labels; here the target is the decoder's input.
         found = theirs.model(
             input_ids=torch.tensor(source), decoder_input_ids=torch.tensor(target)
         ).last_hidden_state
@@ -63,7 +61,7 @@ def compare(arguments: argparse.Namespace) -> dict:
         expected = their_logits().numpy()
     difference = np.abs(run(graph, params, jnp.asarray(source), jnp.asarray(target)) - expected)
     if difference.max() > 1e-3:
-        raise SystemExit(f"logits differ by {difference.max():.1e}; the timings mean nothing.")
+        raise SystemExit(f"logits differ by {difference.max():.1e}; timings are invalid.")
 
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-9)
     labels = torch.tensor(target)
@@ -102,7 +100,7 @@ def compare(arguments: argparse.Namespace) -> dict:
 
 
 def make_marian(positions: int):
-    """A Transformer of the shape of `tiny`, with our sinusoids."""
+    """Returns a Transformer with the shape of `tiny` and our sinusoids."""
     import jax.numpy as jnp
     import numpy as np
     import torch
@@ -144,7 +142,7 @@ def make_marian(positions: int):
 
 
 def make_ours(mixer: str, theirs):
-    """(static part, parameters) of `tiny`; those of the Transformer are PyTorch's."""
+    """Returns (static part, parameters) of `tiny`; the Transformer gets PyTorch's weights."""
     import jax
     from flax import nnx
 
@@ -204,7 +202,7 @@ def make_step(graph, params, source, target) -> Callable:
 
 
 def make_search(graph, params, source, length: int, beam: int) -> Callable:
-    """Beam search whose texts end at `length` tokens, not before."""
+    """Returns a beam search whose texts end at exactly `length` tokens."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -222,7 +220,7 @@ def make_search(graph, params, source, length: int, beam: int) -> Callable:
         prompt = jnp.full((len(source), 1), START)
         return search(
             step, state, prompt, beam=beam, length=length, end=END, pad=PAD, never=(END,)
-        )  # but at the last place, where nothing else may be
+        )  # except at the last position, where only it may be chosen
 
     source = jnp.asarray(source)
     found = find(params, source)

@@ -2,9 +2,9 @@
 
     python benchmarks/speed/startup.py [--config=configs/tiny.py] [--runs=3] [--json] [-- OVERRIDES]
 
-Each run is a fresh process on prepared data (made once, before the clock starts, in a temporary
-folder): cold runs have an empty compile cache, warm runs the one of the run before. The seconds are
-those of the program's own log line "First step ... after the program started".
+Each run is a fresh process on data that was prepared once in a temporary folder. Cold runs have an
+empty compile cache, warm runs that of the previous run. The seconds come from the program's log
+line "First step ... after the program started".
 """
 
 import argparse
