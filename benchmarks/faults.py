@@ -1,23 +1,22 @@
-"""Random kills of runs of several processes, and a run that changes its devices on the way.
+"""Random kills of multi-process runs, and a run whose number of devices changes.
 
     python -m benchmarks.faults kills --processes 2 --kills 50 --folder runs/faults
     python -m benchmarks.faults kills --during save --kills 4 --folder runs/faults
     python -m benchmarks.faults elastic --folder runs/elastic
     python -m benchmarks.faults overhead --folder runs/overhead
 
-kills: small runs on the CPUs of this machine, as N hosts would run them (gloo), are killed at
-random moments from their start on and started again until they finish: SIGKILL or SIGTERM, to one
-process or to all. Each finished run is compared with one that nobody disturbed, to the bit:
-parameters, moments, position in the data, and the numbers of every logged step, so rows that were
-lost or read twice would show. A line of JSON for each kill has what was going on, the seconds until
-the last process had ended, the exit codes, and the seconds from the next start to the next step.
-With --during all kills are in a save, in an evaluation or in the roll-call of a start.
+kills: small runs on this machine's CPUs, set up like N hosts (gloo), are killed at random moments
+and restarted until they finish: SIGKILL or SIGTERM, to one process or to all. Each finished run is
+compared bitwise with an uninterrupted one: parameters, moments, data position and the metrics of
+every logged step, so lost or repeated rows are detected. Each kill prints a JSON line (`Kill`).
+With --during all kills happen in a save, in an evaluation or in the consistency check at startup
+(roll-call).
 
-elastic: one run that goes on from its checkpoints on 8, 2 and 4 devices of one process and then as
-1, 2 and 4 processes, against the same steps on one device: the losses of both.
+elastic: one run that resumes on 8, 2 and 4 devices of one process and then as 1, 2 and 4 processes.
+Prints its losses and those of the same steps on one device.
 
-overhead: what twelve checkpoints and 24 lines of the log in so many steps of configs/tiny.py add to
-the time between its first step and its last, by runs with and without them, in turn.
+overhead: the time that twelve checkpoints and 24 log lines add between the first and the last step
+of configs/tiny.py. Runs with and without them alternate.
 """
 
 import argparse
@@ -53,28 +52,28 @@ MODEL = (
         f"--config.train.eval_every={EVAL_EVERY}",
     ),
     *("--config.train.eval_rows=16", "--config.checkpoint.every=15"),
-    # A constant rate, so that a run told of its steps bit by bit has that of one told of all.
+    # A constant rate, so that the schedule does not depend on the number of steps.
     *("--config.optimizer.warmup_steps=20", "--config.optimizer.schedule=constant"),
 )
-# Seconds, for whatever should have ended long ago: waiting for one that never comes takes 300.
+# Seconds before a process counts as hung; waiting for a missing process takes 300.
 PATIENCE = 400
-# --during: about as many seconds as it takes.
+# --during: approximate seconds that each takes.
 DURING = {"save": 0.1, "evaluation": 0.1, "roll-call": 2.0}
 
 
 @dataclasses.dataclass
 class Kill:
-    """One kill; with --json a line of these keys.
+    """One kill; with --json an object with these keys.
 
     Attributes:
-      signal, to: what was sent to which process, "all" or its number.
+      processes: number of processes.
+      signal: signal that was sent.
+      to: index of the process that received it, or "all".
       after: seconds after the start of the processes.
-      during: the last line that process 0 had logged; with --during save the folder that was being
-        written.
-      ended: seconds until no process was left.
-      codes: of the processes.
-      back: seconds from the next start to its first step beyond what had been logged, or None where
-        that start was killed before.
+      during: last line logged by process 0; with --during save the folder being written.
+      ended: seconds until all processes had ended.
+      codes: exit codes of the processes.
+      back: seconds from the restart to the first new logged step; None if killed before it.
     """
 
     processes: int
@@ -88,7 +87,7 @@ class Kill:
 
 
 class Cluster:
-    """`count` processes of one run; each writes into a log of its own."""
+    """Starts `count` processes of one run with separate logs."""
 
     def __init__(self, folder: pathlib.Path, count: int, arguments: Sequence[str], devices=1):
         self.logs = [folder / f"process-{index}.log" for index in range(count)]
@@ -126,7 +125,7 @@ class Cluster:
         return any(process.poll() is None for process in self.processes)
 
     def wait(self) -> list[int]:
-        """Exit codes. Raises SystemExit where a process does not end."""
+        """Returns the exit codes; raises SystemExit if a process does not end."""
         limit = time.monotonic() + PATIENCE
         while self.running():
             if time.monotonic() > limit:
@@ -136,7 +135,7 @@ class Cluster:
         return [process.returncode for process in self.processes]
 
     def lines(self) -> list[str]:
-        """Of the log of process 0, without the time."""
+        """Returns log lines of process 0 without timestamps."""
         return [line[9:80] for line in self.logs[0].read_text(errors="replace").splitlines()]
 
     def last_line(self) -> str:
@@ -144,21 +143,22 @@ class Cluster:
 
 
 class Moment:
-    """When to kill; to be asked again and again."""
+    """A random time to kill; polled."""
 
     def __init__(self, cluster: Cluster, whole: float, draw: random.Random):
-        # Later than the end in one of four starts, so that runs finish.
+        # In a quarter of starts it is later than the end, so that runs finish.
         self._moment = cluster.started + draw.uniform(0, whole * 4 / 3)
         self._cluster = cluster
 
     def come(self) -> str:
-        """What is going on if it has come, else ""."""
+        """Returns a description of the current activity once the time has come, else ""."""
         return self._cluster.last_line() if time.monotonic() >= self._moment else ""
 
 
 class MomentDuring:
-    """Some time after the first or the second beginning of what --during names; a start that has
-    no second one, as of a roll-call, finishes the run.
+    """A random time after the first or second start of a --during activity.
+
+    If there is no second one, as for roll-call, the run finishes.
     """
 
     def __init__(self, cluster: Cluster, workdir: pathlib.Path, what: str, draw: random.Random):
@@ -178,7 +178,7 @@ class MomentDuring:
 
     def _going_on(self) -> str:
         lines = self._cluster.lines()
-        if self._what == "save":  # what was left by the start before is gone at the first step
+        if self._what == "save":  # leftovers of the previous start disappear at the first step
             unfinished = (self._workdir / "checkpoints").glob("*.orbax-checkpoint-tmp*")
             began = any("First step" in line for line in lines)
             return next((path.name for path in unfinished), "") if began else ""
@@ -196,10 +196,10 @@ def main() -> None:
     parser.add_argument("--folder", type=pathlib.Path, required=True)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--during", choices=DURING, help="kill then, not at random moments")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("--during", choices=DURING, help="kill then instead of at random")
+    parser.add_argument("--seed", type=int, default=0, help="seed of kill times")
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--rounds", type=int, default=5, help="of overhead")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of overhead")
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     prepare(options.folder)
@@ -237,7 +237,7 @@ def kill_at_random(options: argparse.Namespace) -> None:
     straight = f"straight-{count}"
     if not (folder / straight / "checkpoints" / str(steps)).exists():
         finish(folder, straight, count, steps)
-    # This one compiles nothing, as those after a kill.
+    # Programs are cached, as in runs after a kill.
     warm = finish(folder, f"warm-{count}-{os.getpid()}", count, steps)
     whole = time.monotonic() - warm.started
     kills: list[Kill] = []
@@ -250,10 +250,10 @@ def kill_at_random(options: argparse.Namespace) -> None:
         runs += 1
         different = compare_runs(folder / straight, folder / name, steps)
         differing += bool(different)
-        said = f"differs in {len(different)}: {different[:3]}" if different else "is the same"
-        print(f"run {runs}, {len(kills)} kills so far: {said} to the bit", flush=True)
+        said = f"differs in {len(different)}: {different[:3]}" if different else "is equal"
+        print(f"run {runs}, {len(kills)} kills so far: {said} (bitwise)", flush=True)
     ended, back = [k.ended for k in kills], [k.back for k in kills if k.back is not None]
-    print(f"{count} processes, {len(kills)} kills in {runs} runs, {differing} of them differ")
+    print(f"{count} processes, {len(kills)} kills in {runs} runs, {differing} runs differ")
     for what, values in (("until all had ended", ended), ("from start to next step", back)):
         print(f"{what}: median {statistics.median(values):.1f} s, largest {max(values):.1f} s")
 
@@ -261,7 +261,7 @@ def kill_at_random(options: argparse.Namespace) -> None:
 def _disturb(
     options: argparse.Namespace, name: str, whole: float, draw: random.Random
 ) -> Iterator[Kill]:
-    """Starts the run until it has finished; about four kills on the way."""
+    """Restarts the run until it finishes, with about four kills."""
     folder, count, steps = options.folder, options.processes, options.steps
     arguments, logs = run_arguments(folder, name, steps), folder / "logs" / name
     kill: Kill | None = None
@@ -282,7 +282,7 @@ def _disturb(
             yield kill
         if not cluster.running():
             if any(codes := cluster.wait()):
-                sys.exit(f"error: {name} failed by itself with {codes}; see {cluster.logs[0]}.")
+                sys.exit(f"error: {name} failed unexpectedly with {codes}; see {cluster.logs[0]}.")
             return
         sent = time.monotonic()
         cluster.send(number, to)
@@ -299,7 +299,7 @@ def _disturb(
 
 
 def logged_step(workdir: pathlib.Path) -> int:
-    """The last step in metrics.jsonl, 0 before the first."""
+    """Returns the last step in metrics.jsonl; 0 before the first."""
     file = workdir / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     whole = [line for line in lines if line.endswith("}")]
@@ -307,7 +307,7 @@ def logged_step(workdir: pathlib.Path) -> int:
 
 
 def compare_runs(first: pathlib.Path, second: pathlib.Path, steps: int) -> list[str]:
-    """What is not the same to the bit: arrays of the last checkpoint, numbers of logged steps."""
+    """Returns bitwise differences in the last checkpoint's arrays and the logged metrics."""
     different = verify_resume.compare(
         *(load_arrays(workdir / "checkpoints", steps)[1] for workdir in (first, second))
     )
@@ -318,7 +318,7 @@ def compare_runs(first: pathlib.Path, second: pathlib.Path, steps: int) -> list[
 
 
 def read_metrics(workdir: pathlib.Path) -> dict[tuple[str, int], dict[str, float]]:
-    """(split, step) -> what was measured, without what the clock says."""
+    """Returns (split, step) -> metrics without timings."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
     clocks = ("second", "memory", "time", "mfu")
     return {
@@ -338,7 +338,7 @@ def change_devices(options: argparse.Namespace) -> None:
     for index, (count, devices) in enumerate(ways):
         finish(folder, "changed", count, part * (index + 1), devices)
     alone, changed = read_metrics(folder / "alone"), read_metrics(folder / "changed")
-    print("steps, processes x devices: loss of the run that changed, of the one that did not")
+    print("steps, processes x devices: loss of the changed run, loss of the constant run")
     for (split, step), numbers in sorted(alone.items(), key=lambda item: item[0][1]):
         if split == "train" and step % part == 0:
             count, devices = ways[step // part - 1]
@@ -354,7 +354,7 @@ def change_devices(options: argparse.Namespace) -> None:
 
 
 def compare_overhead(options: argparse.Namespace) -> None:
-    """Of configs/tiny.py as it is, between its first step and its last."""
+    """Measures unmodified configs/tiny.py between its first and last step."""
     steps = options.steps
     kinds = {
         "checkpoints": (f"--config.checkpoint.every={steps // 12}", f"log_every={steps}"),
@@ -379,13 +379,13 @@ def compare_overhead(options: argparse.Namespace) -> None:
     for kind, values in seconds.items():
         pairs = [a / b for a, b in zip(values, seconds["neither"], strict=True)]
         print(
-            f"{kind}: {', '.join(f'{value:.2f}' for value in values)} s; of neither "
+            f"{kind}: {', '.join(f'{value:.2f}' for value in values)} s; relative to neither "
             f"{statistics.median(pairs):.3f} ({min(pairs):.3f} to {max(pairs):.3f})"
         )
 
 
 def _wait_for(cluster: Cluster, said: str) -> float:
-    """When process 0 says it, by the clock."""
+    """Returns the time at which process 0 logs the line."""
     while cluster.running():
         if said in cluster.logs[0].read_text(errors="replace"):
             break

@@ -1,13 +1,13 @@
-"""Whole training steps as XLA compiles them for an H100: how many programs, how many bytes.
+"""Number of programs and bytes of whole training steps, as compiled by XLA for an H100.
 
     pip install "jax[cuda13]"                       # its compiler; no GPU and no driver
     python -m benchmarks.gpu_step
     python -m benchmarks.gpu_step --configs small --config.model.scan_unroll=1 --operations 20
 
-Nothing runs. A step of a narrow model is likely bound by how fast a host starts programs, which are
-counted here; a wide one by products and by the bytes of everything else. Bytes are
-those of operands and results, of slices what is read or written. Nothing is autotuned, as that
-needs a GPU to measure on: products are cuBLAS's, which on a GPU XLA may replace by Triton's.
+Nothing runs. A narrow model is likely limited by the rate at which the host launches programs,
+which are counted here; a wide one by products and memory traffic. Bytes include operands and
+results; slices count only the accessed part. Products use cuBLAS without autotuning, which needs
+a GPU. On a GPU, XLA may replace them by Triton kernels.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from convbert_jax.analysis.tpu.program import SHAPE, Computations, Instruction, array_bytes
 from convbert_jax.command_line import overrides
 
-# What XLA asks a GPU for; of NVIDIA's data sheet and programming guide for compute capability 9.0.
+# GPU description for XLA, from NVIDIA's data sheet and programming guide (compute capability 9.0).
 H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
@@ -41,9 +41,9 @@ runtime_version { major: 13 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-NO_DROPOUT = {"model.attention_dropout": 0.0}  # with which attention is cuDNN's
+NO_DROPOUT = {"model.attention_dropout": 0.0}  # enables cuDNN attention
 KINDS = ("products", "kernels", "cuDNN", "sums", "the rest")
-# Instructions that start nothing on the device.
+# Instructions that launch nothing on the device.
 FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all")
 FREE += ("fusion-done", "copy-done")
 
@@ -51,7 +51,7 @@ FREE += ("fusion-done", "copy-done")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--configs", nargs="+", default=["small", "base"])
-    parser.add_argument("--operations", type=int, default=0, help="the dearest to show")
+    parser.add_argument("--operations", type=int, default=0, help="print the N largest")
     options, rest = parser.parse_known_args()
     fields, rest = overrides.take(rest)
     if rest:
@@ -81,10 +81,10 @@ def main() -> None:
 
 
 def compile_step(name: str, fields: dict) -> tuple[str, int, float]:
-    """A compiled step, its temporary bytes, the seconds to compile it.
+    """Returns a compiled step, its temporary bytes and the seconds of its compilation.
 
     Args:
-      name: of a config, as `benchmarks.step.read_config` takes it.
+      name: config name as for `benchmarks.step.read_config`.
       fields: "model.layers" -> value.
     """
     import jax
@@ -109,17 +109,17 @@ def compile_step(name: str, fields: dict) -> tuple[str, int, float]:
     return compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes, seconds
 
 
-# --- Reading what was compiled ---
+# --- Parsing the compiled module ---
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What the host starts.
+    """A program that the host launches.
 
     Attributes:
-      times: in one step: as often as the loops around it turn.
-      size: bytes that it reads and writes each time.
-      source: where it comes from, in the names of the code.
+      times: launches per step, including repetitions by loops.
+      size: bytes read and written per launch.
+      source: origin in the names of the code.
     """
 
     kind: str
@@ -129,7 +129,7 @@ class Program:
 
 
 def read_programs(text: str) -> Iterator[Program]:
-    """The programs of an HLO module that was optimized for a GPU."""
+    """Yields the programs of an HLO module optimized for a GPU."""
     computations = Computations(text)
     for one, times, computation in computations.walk():
         if one.opcode in FREE:
@@ -187,7 +187,7 @@ def _operands(one: Instruction) -> list[str]:
 
 
 def _size(shape: str) -> int:
-    """Bytes of an array, or of all arrays of a tuple but those of 8 bits, a product's workspace."""
+    """Returns the bytes of an array or tuple, without 8-bit arrays (workspaces of products)."""
     arrays = (found for found in SHAPE.finditer(shape) if found[1] not in ("s8", "u8"))
     return sum(array_bytes(found[0]) for found in arrays)
 

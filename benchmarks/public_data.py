@@ -1,10 +1,10 @@
-"""The data sets that benchmarks read: folders below CONVBERT_DATA (default ../shared/data)."""
+"""Data sets of the benchmarks: folders below CONVBERT_DATA (default ../shared/data)."""
 
 import os
 import sys
 from pathlib import Path
 
-# pattern of configs/text.py -> its folder
+# pattern of configs/text.py -> folder
 TEXT_FOLDERS = {
     "imdb": "classification/IMDb",
     "trec": "classification/TREC",
@@ -18,12 +18,12 @@ TEXT_FOLDERS = {
 
 
 def folder(name: str = "") -> Path:
-    """CONVBERT_DATA, or `name` below it; ends the program with a sentence where it is absent."""
+    """Returns CONVBERT_DATA, or `name` below it; exits with an error if it does not exist."""
     root = Path(os.environ.get("CONVBERT_DATA", Path("..", "shared", "data"))).expanduser()
     place = root / name
     if not place.is_dir():
         sys.exit(
-            f"error: there is no data folder {place}; set CONVBERT_DATA to the folder that has "
+            f"error: data folder {place} does not exist; set CONVBERT_DATA to the folder with "
             f"{name or 'glue, classification, nli, pretrain and vocab'}."
         )
     return place

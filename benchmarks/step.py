@@ -1,21 +1,20 @@
-"""Whole training steps: what they cost on a TPU, ConvBERT beside ELECTRA, and how long a CPU
-compiles one.
+"""TPU cost of training steps of ConvBERT and ELECTRA, and CPU compilation times.
 
     python -m benchmarks.step --target=tpu:v5e
     python -m benchmarks.step --configs base electra-base --shapes 256x128 --config.model.layers=2
     python -m benchmarks.step --target=cpu --configs small --shapes 4x128
 
 A step is loss, gradients and update of a file in configs/, with dropout, for one device. ELECTRA of
-a size is ConvBERT's config with config.model.mixer=attention and nothing else changed: objective,
-masks, dropout, batch, dtype and optimizer are the same (configs/electra.py has ELECTRA's own
-recipe, in float32). Shapes are rows x length; those of a size have equally many tokens.
+a size is ConvBERT's config with config.model.mixer=attention: objective, masks, dropout, batch,
+dtype and optimizer are the same (configs/electra.py has ELECTRA's recipe, in float32). Shapes are
+rows x length, with equally many tokens for one size.
 
-On TPU targets, which need no TPU, a row is what `--mode=plan --topology=v5e:1x1` compiles and
-counts, by the TPU compiler's model. The compiler prices operations that memory limits at less than
-half of its bandwidth (v5e: 222 bytes a cycle of 546), and a Pallas kernel counts as its traffic at
-the full one: so beside the sum as it stands there are two with one bandwidth for both, the full one
-and the compiler's. Matrix products are as the compiler prices them in all three. On the CPU nothing
-runs either: the seconds are those of tracing, lowering and compiling, without a cache.
+TPU targets need no TPU: a row is the result of `--mode=plan --topology=v5e:1x1`, by the TPU
+compiler's model. The compiler prices memory-bound operations at less than half of the bandwidth
+(v5e: 222 bytes per cycle of 546), but a Pallas kernel counts as its traffic at full bandwidth.
+Therefore the table has three sums: unmodified, all at full bandwidth, and all at the compiler's
+bandwidth. Matrix products have the compiler's price in each. On the CPU nothing runs: the seconds
+are for tracing, lowering and compiling, without a cache.
 """
 
 import argparse
@@ -32,8 +31,8 @@ from convbert_jax.command_line import overrides
 from convbert_jax.config import Config
 
 TARGETS = ("cpu", *(f"tpu:{name}" for name in chips.CHIPS))
-SHAPES = {"base": ("256x128", "64x512"), "small": ("128x128", "32x512")}  # of equally many tokens
-ELECTRA = "electra-"  # before the name of a config: the same with attention alone
+SHAPES = {"base": ("256x128", "64x512"), "small": ("128x128", "32x512")}  # equally many tokens
+ELECTRA = "electra-"  # prefix of a config name: the same config with attention only
 GIB = 2**30
 COLUMNS = (
     *("step", "products", "kernels", "the rest", "sum", "full bandwidth", "compiler's bandwidth"),
@@ -43,13 +42,13 @@ COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Cycles:
-    """Of one step on one device, by the compiler's model.
+    """Cycles of one step on one device, by the compiler's model.
 
     Attributes:
-      products: operations with a matrix product, as the compiler prices them.
+      products: operations with a matrix product, at the compiler's price.
       kernels: Pallas kernels, as their traffic at full bandwidth.
-      rest: all other operations, with memory as slow as the compiler has it.
-      pessimism: how many times slower that is than the full bandwidth.
+      rest: all other operations, at the compiler's bandwidth.
+      pessimism: full bandwidth divided by the compiler's.
     """
 
     products: float
@@ -85,7 +84,7 @@ def main() -> None:
         help="rows x length, as 256x128; default: "
         + "; ".join(f"{name} {' '.join(shapes)}" for name, shapes in SHAPES.items()),
     )
-    parser.add_argument("--operations", type=int, default=0, help="print the dearest, at most 12")
+    parser.add_argument("--operations", type=int, default=0, help="print up to 12 costliest")
     options, rest = parser.parse_known_args()
     fields, rest = overrides.take(rest)
     if rest:
@@ -106,21 +105,21 @@ def main() -> None:
 
 
 def default_shapes(name: str) -> tuple[str, ...]:
-    """Of a config by the name that `read_config` takes; one without any has those of `small`."""
+    """Returns the shapes of a config named as in `read_config`; default: the shapes of `small`."""
     return SHAPES.get(name.removeprefix(ELECTRA).partition(":")[0], SHAPES["small"])
 
 
 def read_config(name: str, shape: str | None, fields: Mapping[str, Any]) -> Config:
-    """A config of configs/ with rows x length and other fields in it.
+    """Reads a config of configs/ and changes its shape and fields.
 
     Args:
-      name: as "base", "base:paper", or "electra-base", which is `base` with attention alone.
-      shape: as "256x128"; None: the config's.
-      fields: "model.layers" -> value; they come last.
+      name: "base", "base:paper", or "electra-base", which is `base` with attention only.
+      shape: rows x length, such as "256x128"; None: the config's.
+      fields: "model.layers" -> value; applied last.
 
     Raises:
-      SystemExit: a shape that is none.
-      ConfigError: no such config, or one that contradicts itself.
+      SystemExit: the shape is invalid.
+      ConfigError: the config does not exist or is inconsistent.
     """
     given = {}
     if shape is not None:
@@ -135,22 +134,23 @@ def read_config(name: str, shape: str | None, fields: Mapping[str, Any]) -> Conf
 
 
 def price(config: Config, target: str) -> dict[str, Any]:
-    """The numbers of a plan (analysis/tpu/plan_text.py) for one device of `target`, with the
-    seconds that it took as "compile_seconds".
+    """Returns the numbers of a plan (analysis/tpu/plan_text.py) for one device of `target`.
+
+    "compile_seconds" has the time of the call.
     """
     from convbert_jax.analysis.tpu.topology import open_topology
     from convbert_jax.recipes.planning.tpu_slice import plan_slice
 
     kind, _, sides = chips.chip(target).topology.partition(":")
     slice_of_one = open_topology(f"{kind}:{'x'.join('1' for _ in sides.split('x'))}")
-    one = dataclasses.replace(slice_of_one, devices=slice_of_one.devices[:1])  # of a TPU7x two
+    one = dataclasses.replace(slice_of_one, devices=slice_of_one.devices[:1])  # TPU7x has two
     started = time.perf_counter()
     plan = plan_slice(config, one, largest_batch=False, compare=False, price=None)
     return plan.numbers | {"compile_seconds": time.perf_counter() - started}
 
 
 def count_cycles(numbers: Mapping[str, Any], target: str) -> Cycles:
-    """The groups of a plan that fits."""
+    """Returns the cycle groups of a plan that fits."""
     from convbert_jax.analysis.tpu.plan import KERNELS, OTHER, PRODUCTS
 
     groups = (numbers["cycles"][group] for group in (PRODUCTS, KERNELS, OTHER))
@@ -158,7 +158,7 @@ def count_cycles(numbers: Mapping[str, Any], target: str) -> Cycles:
 
 
 def print_price(title: str, config: Config, target: str, operations: int) -> None:
-    """One line of the table, and the dearest operations below it."""
+    """Prints one row of the table, followed by the most expensive operations."""
     numbers = price(config, target)
     print(f"| {' | '.join([title, *describe(numbers, target)])} |", flush=True)
     for each in numbers["dearest"][:operations] if numbers["fits"] else ():
@@ -166,13 +166,13 @@ def print_price(title: str, config: Config, target: str, operations: int) -> Non
 
 
 def describe(numbers: Mapping[str, Any], target: str) -> list[str]:
-    """The cells of a step under COLUMNS, without its title."""
+    """Returns the cells of a step under COLUMNS, without its title."""
     seconds = f"{numbers['compile_seconds']:.0f}"
     if not numbers["fits"]:
         needed = f"does not fit: {numbers['memory']['needed'] / GIB:.1f}"
         return [*[""] * (len(COLUMNS) - 3), needed, seconds]
     cycles = count_cycles(numbers, target)
-    of_peak = numbers["flops"] / chips.chip(target).flops_per_cycle  # cycles, were all at the peak
+    of_peak = numbers["flops"] / chips.chip(target).flops_per_cycle  # cycles at peak FLOP/s
     sums = cycles.as_priced, cycles.at_full_bandwidth, cycles.at_compilers_bandwidth
     shares = [of_peak / each for each in (max(sums), min(sums))]
     return [
@@ -184,11 +184,12 @@ def describe(numbers: Mapping[str, Any], target: str) -> list[str]:
 
 
 def build(config: Config, target: str, runs: int | None = None):
-    """(program of a step, (shapes of its state, shapes of its batch)) for one device, bfloat16 on
-    TPU targets and float32 on the CPU.
+    """Returns (program of a step, (shapes of its state, shapes of its batch)) for one device.
+
+    Computes in bfloat16 on TPU targets and in float32 on the CPU.
 
     Args:
-      runs: how many are trained together, as `Program` takes it.
+      runs: number of runs trained together, as in `Program`.
     """
     import jax
 

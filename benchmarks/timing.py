@@ -1,4 +1,4 @@
-"""Wall-clock times of functions that take turns, so that a busy machine slows all of them alike."""
+"""Wall-clock times of alternating functions, so that load on the machine affects all alike."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 
 def use(target: str) -> None:
-    """Makes JAX run on "cpu" or "gpu"; to be called before jax is imported. Exits without a GPU."""
+    """Makes JAX run on "cpu" or "gpu"; call it before importing jax. Exits without a GPU."""
     os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda,cpu"}[target]
     import jax
 
@@ -20,13 +20,14 @@ def use(target: str) -> None:
     if found != target:
         sys.exit(
             f"--target={target}, but jax finds {found}; install jax for a GPU "
-            "(pip install 'jax[cuda12]') or take another target."
+            "(pip install 'jax[cuda12]') or choose another target."
         )
 
 
 def take_threads(count: int) -> None:
-    """Leaves this process so many cores, before jax and others count them: XLA takes as many
-    threads. Exits where there are fewer.
+    """Limits this process to this number of cores, which sets XLA's number of threads.
+
+    Call it before importing jax. Exits if there are fewer cores.
     """
     cores = sorted(os.sched_getaffinity(0))
     if count > len(cores):
@@ -35,7 +36,7 @@ def take_threads(count: int) -> None:
 
 
 def describe_processor() -> str:
-    """Name of the processor, and how many threads this process may run."""
+    """Returns the processor's name and the number of threads that this process may run."""
     name = platform.processor() or platform.machine()
     with open("/proc/cpuinfo") as file:
         found = dict(line.split(":", 1) for line in file if ":" in line)
@@ -47,15 +48,15 @@ def describe_processor() -> str:
 
 
 def describe_ratios(times: list[float], baseline: list[float]) -> str:
-    """baseline / times over the rounds: the median, and from the lowest to the highest."""
+    """Returns baseline / times over the rounds as text: median, minimum and maximum."""
     ratios = sorted(b / a for a, b in zip(times, baseline, strict=True))
     return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 def alternate(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each function in each of `rounds` rounds; one more round warms up.
+    """Returns the milliseconds of each function in each of `rounds` rounds, after a warm-up round.
 
-    Each function must return only when its work is done.
+    Functions must return only when their work is done.
     """
     for run in runs.values():
         run()
@@ -69,12 +70,12 @@ def alternate(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str
 
 
 def paired_ratio(times: list[float], baseline: list[float]) -> float:
-    """Median over the rounds of baseline / times: above 1 is faster than the baseline."""
+    """Returns the median of baseline / times over rounds; above 1 is faster than the baseline."""
     return statistics.median(b / a for a, b in zip(times, baseline, strict=True))
 
 
 def copy_bandwidth(size: int, rounds: int = 9) -> float:
-    """Bytes per second, read and written, of copying `size` bytes on JAX's default device."""
+    """Measures the bytes per second, read plus written, of copying `size` bytes on JAX's device."""
     import jax
     import jax.numpy as jnp
 
