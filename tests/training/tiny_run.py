@@ -73,7 +73,7 @@ def rows_of_this_process(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def evaluation(batches: int = 3, features: int = 4):
-    """Returns held-out rows; the last batch has five real rows."""
+    """Yields held-out rows; the last batch has five real rows."""
     for index in range(batches):
         rows = make_rows(10_000 + index, features)
         if index == batches - 1:
