@@ -68,7 +68,7 @@ def test_a_trained_run_goes_everywhere(tmp_path, text_source):
     layout = ("--config.model.mask_convolution=no", "--config.data.layout=electra")
     adapted = run(*flags, steps, *layout, vocabulary, source, f"--workdir={tmp_path}/adapted")
     assert adapted.returncode == 0, adapted.stderr
-    assert "Starting from " in adapted.stderr
+    assert "Starting from given weights" in adapted.stderr
     assert "Initialized" not in adapted.stderr
     again = run(*flags, steps, *layout, vocabulary, source, f"--workdir={tmp_path}/adapted")
     assert "Nothing to do" in again.stderr

@@ -113,7 +113,7 @@ def test_weights_bring_their_vocabulary_and_sizes(tmp_path, text_source):
     result = run(*second)
     assert result.returncode == 0, result.stderr
     assert f"{tmp_path}/first: --config." in result.stderr
-    assert "Starting from " in result.stderr
+    assert "Starting from given weights" in result.stderr
     config = json.loads((tmp_path / "second" / "config.json").read_text())
     assert config["model"]["layers"] == 1
     assert config["tokenizer"]["vocab_size"] == 200
