@@ -152,10 +152,14 @@ def test_an_absent_process_0_is_named():
 def test_a_process_that_cannot_join_is_refused_and_the_others_still_meet(caplog):
     """A process with another process count, or an index that is taken or too large."""
     meeting = Meeting(3)
-    first = meeting.start(1)
-    for count, index in ((2, 2), (3, 3), (3, 1)):
+    twins = [meeting.start(1), meeting.start(1)]  # the one that connects second is refused
+    (second,), (first,) = concurrent.futures.wait(
+        twins, PATIENCE, concurrent.futures.FIRST_COMPLETED
+    )
+    outside = [meeting.start(index, count) for count, index in ((2, 2), (3, 3))]
+    for future, count, index in ((second, 3, 1), (outside[0], 2, 2), (outside[1], 3, 3)):
         with refused(ConfigError, index, f"--processes={count}"):
-            if error := meeting.start(index, count).exception(PATIENCE):
+            if error := future.exception(PATIENCE):
                 raise error
     assert sorted(meeting.join(2)._connections) == [1, 2]
     assert first.result(PATIENCE)
