@@ -1,16 +1,21 @@
-"""Gain from pre-training: fine-tuned from a checkpoint, from scratch, and bag of words.
+"""Gain from pre-training: fine-tuned from a checkpoint, from scratch, bag of words, and PyTorch.
 
     python -m benchmarks.quality.finetuning_gain --init-from=runs/tiny --folder=runs/gain
     python -m benchmarks.quality.finetuning_gain --init-from=runs/tiny --folder=runs/gain \\
         --tasks CoLA TREC --train-rows=500
+    python -m benchmarks.quality.finetuning_gain --init-from=BERT_FOLDER --folder=runs/beside \\
+        --methods pre-trained pytorch --tasks TREC --train-rows=10000 --learning-rates 1e-4 \\
+        --epochs 3 --batch-size=32 --seeds=3
 
-Eight tasks of CONVBERT_DATA (default ../shared/data). All three methods use the same training rows,
+Eight tasks of CONVBERT_DATA (default ../shared/data). All methods use the same training rows,
 drawn once, and the same scored rows: dev where GLUE hides its test labels, otherwise test.
 
 - The first two use the same network and recipe. Each chooses its learning rate with one run per
   rate on nine tenths of the training rows, evaluated on the rest; the scored rows select nothing.
 - Bag of words: TF-IDF of words and word pairs with logistic regression, its strength chosen by
   cross-validation on the training rows. For text pairs: the features of both and their difference.
+- PyTorch, if asked for: transformers' class of a Hugging Face folder with the same head, recipe and
+  number of seeds, with transformers' tokenizer and a training loop of its own.
 
 Resumable; --methods runs parts. Writes FOLDER/gain.json and FOLDER/gain.png.
 """
@@ -43,6 +48,7 @@ EPOCHS = {"CLINC150": 12}  # 13 rows per label in 2,000; other tasks use --epoch
 # drawn rows. The same hash selects the validation rows for learning rates.
 WITHOUT_DEV = ("TREC", "AG News", "IMDb")
 METHODS = ("pre-trained", "from scratch", "bag of words")
+PYTORCH = "pytorch"
 
 
 def main() -> None:
@@ -57,7 +63,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=(*METHODS, PYTORCH))
     arguments = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -68,8 +74,8 @@ def main() -> None:
         results[title] = {"metric": SOURCES[title][3], "split": SOURCES[title][2], **files}
         for method in arguments.methods:
             start = time.perf_counter()
-            run = score_bag_of_words if method == "bag of words" else finetune
-            scores = run(title, method, arguments)
+            others = {"bag of words": score_bag_of_words, PYTORCH: finetune_in_pytorch}
+            scores = others.get(method, finetune)(title, method, arguments)
             results[title][method] = scores
             print(
                 f"{title}, {method}: median {statistics.median(scores):.4f} of "
@@ -144,7 +150,7 @@ def read_rows(title: str, name: str, arguments: argparse.Namespace) -> tuple[lis
     return [[row[key] for key in "ab" if key in row] for row in rows], [r["label"] for r in rows]
 
 
-# --- The three methods ---
+# --- The methods ---
 
 
 def finetune(title: str, method: str, arguments: argparse.Namespace) -> list[float]:
@@ -192,6 +198,79 @@ def run_task(title, method, arguments, rates: tuple[float, ...], seeds: int, val
     return finetuning.finetune(from_config_dict(values), workdir).tasks[0]
 
 
+def finetune_in_pytorch(title: str, method: str, arguments: argparse.Namespace) -> list[float]:
+    """Returns the final score of every seed; uses the first learning rate.
+
+    AdamW with decay 0.01 of matrices, clipping at 1, warm-up over a tenth of the steps and linear
+    decay, and learning rates by layer as in `convbert_jax.training.optimizer.layer_multipliers`.
+    """
+    import torch
+    import transformers
+    from sklearn.metrics import accuracy_score, matthews_corrcoef
+
+    train, labels = read_rows(title, "train", arguments)
+    scored, gold = read_rows(title, "scored", arguments)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.init_from)
+
+    def logits(encoder, head, rows):
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        inputs = tokenizer(
+            *columns, padding=True, truncation=True, max_length=arguments.length,
+            return_tensors="pt",
+        )  # fmt: skip
+        return head(encoder(**inputs).last_hidden_state[:, 0])
+
+    def train_one(seed: int):
+        torch.manual_seed(seed)
+        encoder = transformers.AutoModel.from_pretrained(
+            arguments.init_from, add_pooling_layer=False
+        )
+        width, count = encoder.config.hidden_size, encoder.config.num_hidden_layers
+        layers = [torch.nn.Linear(width, width), torch.nn.Linear(width, len(set(labels)))]
+        for layer in layers:
+            torch.nn.init.normal_(layer.weight, std=0.02)
+            torch.nn.init.zeros_(layer.bias)
+        drop, gelu = torch.nn.Dropout(0.1), torch.nn.GELU()
+        head = torch.nn.Sequential(drop, layers[0], gelu, drop, layers[1])
+        model = torch.nn.ModuleList([encoder, head]).train()
+        groups = []
+        for name, weight in model.named_parameters():
+            depth = count + 2
+            if name.startswith("0."):
+                part = name.split(".")
+                depth = int(part[3]) + 1 if part[1] == "encoder" else 0
+            groups.append(
+                {
+                    "params": [weight],
+                    "lr": arguments.learning_rates[0] * 0.8 ** (count + 2 - depth),
+                    "weight_decay": 0.01 if weight.ndim > 1 else 0.0,
+                }
+            )
+        optimizer = torch.optim.AdamW(groups, eps=1e-6)
+        size = arguments.batch_size
+        steps = int(-(-len(train) // size) * EPOCHS.get(title, arguments.epochs))
+        schedule = transformers.get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
+        order = torch.empty(0, dtype=torch.long)
+        for _ in range(steps):
+            if not len(order):
+                order = torch.randperm(len(train))
+            index, order = order[:size], order[size:]
+            target = torch.tensor([labels[i] for i in index])
+            found = logits(encoder, head, [train[i] for i in index])
+            torch.nn.functional.cross_entropy(found, target).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            parts = [scored[i : i + 128] for i in range(0, len(scored), 128)]
+            return torch.cat([logits(encoder, head, part).argmax(1) for part in parts]).numpy()
+
+    score = {"mcc": matthews_corrcoef, "accuracy": accuracy_score}[SOURCES[title][3]]
+    return [float(score(gold, train_one(seed))) for seed in range(arguments.seeds)]
+
+
 def score_bag_of_words(title: str, method: str, arguments: argparse.Namespace) -> list[float]:
     """Returns one score, without randomness."""
     from scipy import sparse
@@ -223,13 +302,13 @@ def score_bag_of_words(title: str, method: str, arguments: argparse.Namespace) -
 
 def format_table(results: dict) -> str:
     """Returns a Markdown table: medians x 100, ranges over seeds, and the most frequent label."""
+    methods = [m for m in (*METHODS, PYTORCH) if any(m in result for result in results.values())]
     lines = [
-        "| task | scored on | train rows | pre-trained | from scratch | bag of words | gain | "
-        "one label |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        f"| task | scored on | train rows | {' | '.join(methods)} | gain | one label |",
+        f"|---|---|{'---:|' * (len(methods) + 3)}",
     ]
     for title, result in results.items():
-        cells = [_show_scores(result[method]) if method in result else "" for method in METHODS]
+        cells = [_show_scores(result[method]) if method in result else "" for method in methods]
         gain = ""
         if all(method in result for method in METHODS[:2]):
             medians = [statistics.median(result[method]) for method in METHODS[:2]]
@@ -252,17 +331,17 @@ def _show_scores(scores: list[float]) -> str:
 
 
 def draw(results: dict, path: pathlib.Path) -> None:
-    """Draws a row per task: medians of the three methods as dots, all seeds as thin marks."""
+    """Draws a row per task: medians of the methods as dots, all seeds as thin marks."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(7.2, 0.62 * len(results) + 1.5), layout="constrained")
-    colors = dict(zip(METHODS, ("C0", "C1", "0.45"), strict=True))
-    shapes = dict(zip(METHODS, ("o", "s", "D"), strict=True))
+    colors = dict(zip((*METHODS, PYTORCH), ("C0", "C1", "0.45", "C3"), strict=True))
+    shapes = dict(zip(colors, ("o", "s", "D", "^"), strict=True))
     for row, result in enumerate(reversed(results.values())):
-        for place, method in enumerate(METHODS):
+        for place, method in enumerate(colors):
             if method not in result:
                 continue
             scores = [100 * score for score in result[method]]
