@@ -89,7 +89,8 @@ def test_what_differs_from_a_lock_is_said():
 
 
 def test_the_version_stands_in_the_changelog():
-    assert f"({convbert_jax.__version__}" in (REPOSITORY / "CHANGELOG.md").read_text()
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text()
+    assert f"\n## {convbert_jax.__version__} " in changelog
 
 
 def test_importing_the_package_loads_no_jax():
