@@ -112,14 +112,9 @@ class Mixer(Protocol):
       RULES: partition rules of the parameters, `placement.Rules` with patterns that match whole
         paths below `mixer/`. Other parameters are partitioned by their last name (kernel, bias,
         scale, embedding) as in all layers; any other name is an error.
-      FAMILIES: model families of `interop/tables.py` FAMILIES with this mixer; () if none.
-      NAMES: module below `mixer/` -> (kind of `interop/tables.py` KINDS, Hugging Face name,
-        TensorFlow name), both relative to a layer.
     """
 
     RULES: ClassVar[Sequence[tuple[str, Any]]]
-    FAMILIES: ClassVar[tuple[str, ...]]
-    NAMES: ClassVar[Mapping[str, tuple[str, str, str]]]
 
     @classmethod
     def make(cls, settings: MixerSettings, **own: Any) -> Self:
@@ -181,14 +176,6 @@ class Mixer(Protocol):
     @property
     def reads_padding(self) -> bool:
         """Whether padding or another document after the last token changes the outputs."""
-        ...
-
-    def inexpressible(self, form: str, hidden_size: int) -> str:
-        """Returns why a format cannot represent the mixer, and the fix; "" if it can.
-
-        Args:
-          form: "huggingface" (classes of transformers) or "tensorflow1" (the official code).
-        """
         ...
 
 

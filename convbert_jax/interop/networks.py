@@ -22,7 +22,7 @@ from convbert_jax.config import (
     mixers,
 )
 from convbert_jax.interop.huggingface import finetuned_heads
-from convbert_jax.interop.tables import READ_PADDING
+from convbert_jax.interop.tables import MIXERS, READ_PADDING
 from convbert_jax.models import pretraining, sequences
 from convbert_jax.models.build import build
 from convbert_jax.models.finetuned import FinetunedModel
@@ -415,7 +415,7 @@ def _sizes(config: Config, name: str) -> tuple[EmbeddingsConfig, EncoderConfig]:
 def _family(recipe: str, encoder: EncoderConfig, embeddings: EmbeddingsConfig) -> str:
     """Returns the family whose names and classes fit an encoder; "" if none does."""
     layer = encoder.stages[0].layer
-    families = layer.mixer.FAMILIES
+    families, _ = MIXERS.get(type(layer.mixer), ((), {}))
     if not families or any(stage.layer != layer for stage in encoder.stages):
         return ""
     equal = embeddings.size == encoder.hidden_size

@@ -2,7 +2,7 @@
 
 This package uses the canonical path of a `Network`: the parameter path in a model, with one entry
 for each layer, as in `layers/3/mixer/query/kernel`. LAYER, OUTSIDE and HEADS map modules, KINDS the
-parameters of a module. The modules inside a mixer are mapped by the mixer's own NAMES.
+parameters of a module. MIXERS has the modules inside of a mixer.
 
 TensorFlow names follow the official ConvBERT, ELECTRA and BERT code; PyTorch names follow the
 ConvBert, Electra and Bert classes of Hugging Face.
@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from convbert_jax.config import LayerConfig
+from convbert_jax.config.mixers import Mixer
+from convbert_jax.models.mixers.attention import Attention
+from convbert_jax.models.mixers.mixed import Mixed
 
 FAMILIES = ("convbert", "electra", "bert")
 READ_PADDING = ("convbert",)  # families whose PyTorch classes have an unmasked convolution
@@ -65,13 +68,42 @@ KINDS: Mapping[str, Mapping[str, tuple[str, Layout, str, Layout]]] = {
     },
 }
 
-# canonical path: (kind, Hugging Face, TensorFlow), relative to a layer. Paths below `mixer/` are in
-# the mixer's specification, see `config/mixers.py`.
+# canonical path: (kind, Hugging Face, TensorFlow), relative to a layer. MIXERS has the paths below
+# `mixer/`.
 LAYER = {
     "mixer_norm": ("norm", "attention.output.LayerNorm", "attention/output/LayerNorm"),
     "feed_forward/intermediate": ("dense", "intermediate.dense", "intermediate/dense"),
     "feed_forward/output": ("dense", "output.dense", "output/dense"),
     "feed_forward_norm": ("norm", "output.LayerNorm", "output/LayerNorm"),
+}
+_ATTENTION = {
+    "query": ("dense", "attention.self.query", "attention/self/query"),
+    "key": ("dense", "attention.self.key", "attention/self/key"),
+    "value": ("dense", "attention.self.value", "attention/self/value"),
+    "output": ("dense", "attention.output.dense", "attention/output/dense"),
+}
+_CONVOLUTION = {
+    "key_conv": (
+        "separable",
+        "attention.self.key_conv_attn_layer",
+        "attention/self/conv_attn_key",
+    ),
+    "conv_kernel": (
+        "dense",
+        "attention.self.conv_kernel_layer",
+        "attention/self/conv_attn_kernel",
+    ),
+    "conv_value": (
+        "dense",
+        "attention.self.conv_out_layer",
+        "attention/self/conv_attn_point",
+    ),
+}
+# Mixer class: (families with this mixer, module below `mixer/` -> names as in LAYER). Other
+# software has no other mixers.
+MIXERS: Mapping[type[Mixer], tuple[tuple[str, ...], Mapping[str, tuple[str, str, str]]]] = {
+    Attention: (("electra", "bert"), _ATTENTION),
+    Mixed: (("convbert",), _ATTENTION | _CONVOLUTION),
 }
 # The feed-forward modules with more than one group.
 GROUPED = {
@@ -222,7 +254,8 @@ def _find(path: str, family: str, layer: LayerConfig, layer_folder: str):
     """Returns (kind, (Hugging Face name, TensorFlow name), leaf, whether it is in a head)."""
     if path.startswith("layers/"):
         _, index, inner = path.split("/", 2)
-        table = LAYER | {f"mixer/{name}": row for name, row in layer.mixer.NAMES.items()}
+        _, names = MIXERS[type(layer.mixer)]
+        table = LAYER | {f"mixer/{name}": row for name, row in names.items()}
         table |= GROUPED if layer.ffn_groups > 1 else {}
         folder, in_head = layer_folder.format(index), False
     else:
@@ -240,3 +273,49 @@ def _find(path: str, family: str, layer: LayerConfig, layer_folder: str):
 @functools.cache
 def _outside_paths() -> set[str]:
     return {f"{module}/{leaf}" for module, (kind, *_) in OUTSIDE.items() for leaf in KINDS[kind]}
+
+
+def export_error(mixer: Mixer, form: str, hidden_size: int) -> str:
+    """Returns why a format cannot represent a mixer, and the fix; "" if it can.
+
+    Args:
+      form: "huggingface" (classes of transformers) or "tensorflow1" (the official code).
+    """
+    if type(mixer) not in MIXERS:
+        return _no_equivalent(f"the mixer {type(mixer).__name__}")
+    attended, size = mixer.attention_heads, mixer.head_size
+    if isinstance(mixer, Attention):
+        if form == "huggingface" and attended * size != hidden_size:
+            return (
+                f"{attended} attention heads of {size} channels do not add up to {hidden_size}: "
+                "Hugging Face's classes do not support config.model.mixer=bottleneck; export with "
+                "--format=tensorflow1 or stablehlo."
+            )
+        return ""
+    convolved = mixer.convolution_heads
+    if mixer.filters != "span_dynamic" or not mixer.own_value:
+        value = "a separate value" if mixer.own_value else "a value shared with attention"
+        return _no_equivalent(f"attention with {mixer.filters} convolution and {value}")
+    if attended != convolved:
+        return _no_equivalent(f"{attended} attention and {convolved} convolution heads")
+    if mixer.kernel_size % 2 == 0:
+        return (
+            f"config.model.kernel_size={mixer.kernel_size} is even, which neither Hugging Face's "
+            "ConvBERT nor the official code supports; train with an odd one, or export with "
+            "--format=stablehlo."
+        )
+    if form == "huggingface" and (attended + convolved) * size != hidden_size:
+        return (
+            f"{attended} attention and {convolved} convolution heads of {size} channels do not add "
+            f"up to {hidden_size}: Hugging Face's ConvBERT supports only config.model.head_ratio=2 "
+            "and, in the official small generator, --config.generator.release_heads=false; train "
+            "with these, or export with --format=tensorflow1 or stablehlo."
+        )
+    return ""
+
+
+def _no_equivalent(what: str) -> str:
+    return (
+        f"neither Hugging Face's classes nor the official code support {what}; export it with "
+        "--format=stablehlo."
+    )

@@ -1,8 +1,6 @@
 """Custom mixer, as a user of the package would write it."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -24,8 +22,6 @@ class Mean:
     centered: bool = False  # without the token's own state
 
     RULES = ((r"weight", REPLICATED), (r"output/kernel", Split(tensor=-1)))
-    FAMILIES = ()
-    NAMES: ClassVar[Mapping[str, tuple[str, str, str]]] = {}
 
     @classmethod
     def make(cls, settings, **own):
@@ -48,9 +44,6 @@ class Mean:
     @property
     def reads_padding(self):
         return False
-
-    def inexpressible(self, form, hidden_size):
-        return f"{form} has no mean over a segment; export it with --format=stablehlo."
 
 
 class MeanOverSegment(nnx.Module):

@@ -15,8 +15,8 @@ def read(depth, theirs):
     """Convert arrays by name to {"embeddings": ..., "encoder": ...}; all arrays must be used."""
     left = dict(theirs)
     groups = left["encoder.layer.0.intermediate.dense.weight"].ndim - 1  # 0 if not grouped
-    mixer = {f"mixer/{name}": row for name, row in Mixed.NAMES.items()}
-    layer = types.SimpleNamespace(mixer=Mixed, ffn_groups=groups)
+    mixer = {f"mixer/{name}": row for name, row in tables.MIXERS[Mixed][1].items()}
+    layer = types.SimpleNamespace(mixer=Mixed.__new__(Mixed), ffn_groups=groups)
     layers = {f"layers/{i}/{module}": entry for i in range(depth) for module, entry in
               (tables.LAYER | (tables.GROUPED if groups > 1 else {}) | mixer).items()}  # fmt: skip
     paths = [

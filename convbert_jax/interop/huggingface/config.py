@@ -9,6 +9,7 @@ from convbert_jax.config import ConfigError, EmbeddingsConfig, EncoderConfig, fr
 from convbert_jax.interop.claims import LARGEST, read_json, shown
 from convbert_jax.interop.huggingface.finetuned_heads import USE, use_of
 from convbert_jax.interop.networks import ConversionError, Network, describe_sizes
+from convbert_jax.interop.tables import export_error
 from convbert_jax.models.mixers.attention import Attention
 from convbert_jax.models.mixers.mixed import Mixed
 
@@ -63,7 +64,7 @@ def check_expressible(network: Network) -> None:
       ConversionError: no class can; the message has the reason and a fix.
     """
     layer, family = network.layer, network.family
-    why = layer.mixer.inexpressible("huggingface", layer.hidden_size)
+    why = export_error(layer.mixer, "huggingface", layer.hidden_size)
     if why or not family:
         raise ConversionError(
             why or "transformers has no class with this mixer. Export with --format=stablehlo."

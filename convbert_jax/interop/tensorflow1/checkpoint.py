@@ -23,7 +23,7 @@ from convbert_jax.interop.networks import (
     check_same_layers,
     describe_sizes,
 )
-from convbert_jax.interop.tables import tensorflow_places
+from convbert_jax.interop.tables import export_error, tensorflow_places
 from convbert_jax.interop.tensorflow1 import sorted_table
 from convbert_jax.interop.tensorflow1.tensor_bundle import Bundle, write_bundle
 from convbert_jax.models.mixers.attention import Attention
@@ -216,7 +216,7 @@ def check_expressible(network: Network) -> None:
     Raises:
       ConversionError: it cannot; the message has the reason and a fix.
     """
-    why = network.layer.mixer.inexpressible("tensorflow1", network.layer.hidden_size)
+    why = export_error(network.layer.mixer, "tensorflow1", network.layer.hidden_size)
     if why or not network.family:
         raise ConversionError(
             why or "The official TensorFlow code has no such mixer. Export with --format=stablehlo."

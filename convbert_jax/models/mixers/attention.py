@@ -1,8 +1,7 @@
 """Self-attention, the mixer of BERT and ELECTRA; the computation is in `ops/attention/`."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -34,13 +33,6 @@ class Attention:
     # Heads are not split across devices: projections are sharded along their outputs and
     # `output` along its input.
     RULES = ((r"output/kernel", Split(tensor=-2)), (r"\w+/kernel", Split(tensor=-1)))
-    FAMILIES = ("electra", "bert")
-    NAMES: ClassVar[Mapping[str, tuple[str, str, str]]] = {
-        "query": ("dense", "attention.self.query", "attention/self/query"),
-        "key": ("dense", "attention.self.key", "attention/self/key"),
-        "value": ("dense", "attention.self.value", "attention/self/value"),
-        "output": ("dense", "attention.output.dense", "attention/output/dense"),
-    }
 
     @classmethod
     def make(cls, settings: MixerSettings, **own: Any) -> "Attention":
@@ -81,15 +73,6 @@ class Attention:
     @property
     def reads_padding(self) -> bool:
         return False
-
-    def inexpressible(self, form: str, hidden_size: int) -> str:
-        if form == "huggingface" and self.attention_heads * self.head_size != hidden_size:
-            return (
-                f"{self.attention_heads} attention heads of {self.head_size} channels do not add "
-                f"up to {hidden_size}: Hugging Face's classes do not support "
-                "config.model.mixer=bottleneck; export with --format=tensorflow1 or stablehlo."
-            )
-        return ""
 
     def __str__(self) -> str:
         return f"{self.attention_heads} of {self.head_size}"

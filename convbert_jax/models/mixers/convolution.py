@@ -4,7 +4,7 @@ A specification assigns a shared function (`make = classmethod(make)`) or define
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,8 +20,6 @@ from convbert_jax.ops.depthwise_conv import depthwise_conv
 from convbert_jax.ops.one_step import depthwise_conv_step, dynamic_conv_step
 from convbert_jax.ops.products import dense
 from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv, span_filters
-
-NO_NAMES: Mapping[str, tuple[str, str, str]] = {}  # no equivalent in other software
 
 
 def make(cls, settings: MixerSettings, **own: Any):
@@ -56,14 +54,6 @@ def gated_elementwise(mixer, hidden_size: int) -> float:
     """`Mixer.elementwise` of `GatedConv` without filters: biases, gate and convolution."""
     into = (1 + mixer.glu * (1 + costs.GLU)) * hidden_size
     return into + 2 * mixer.kernel_size * hidden_size
-
-
-def of_nobody_else(what: str) -> str:
-    """`Mixer.inexpressible` for mixers that have no equivalent in other software."""
-    return (
-        f"neither Hugging Face's classes nor the official code support {what}; export it with "
-        "--format=stablehlo."
-    )
 
 
 class SeparableConv(nnx.Module):

@@ -32,8 +32,6 @@ class Dilated:
     glu: bool = True
 
     RULES = ((r"depthwise", REPLICATED), *Attention.RULES)
-    FAMILIES = ()
-    NAMES = convolution.NO_NAMES
 
     make = classmethod(convolution.make)
     fields = convolution.fields
@@ -56,9 +54,6 @@ class Dilated:
 
     def elementwise(self, hidden_size: int, length: int) -> float:
         return convolution.gated_elementwise(self, hidden_size)
-
-    def inexpressible(self, form: str, hidden_size: int) -> str:
-        return convolution.of_nobody_else("dilated convolution")
 
     def __str__(self) -> str:
         return f"convolution of {self.kernel_size} taps, {self.dilation} apart"

@@ -32,8 +32,6 @@ class Dynamic:
     glu: bool = True
 
     RULES = ((r"conv_kernel", Split(tensor=-1)), *Attention.RULES)
-    FAMILIES = ()
-    NAMES = convolution.NO_NAMES
 
     make = classmethod(convolution.make)
     fields = convolution.fields
@@ -57,9 +55,6 @@ class Dynamic:
     def elementwise(self, hidden_size: int, length: int) -> float:
         filters = (costs.SOFTMAX + costs.DROPOUT) * self.kernel_size * self.heads
         return convolution.gated_elementwise(self, hidden_size) + filters
-
-    def inexpressible(self, form: str, hidden_size: int) -> str:
-        return convolution.of_nobody_else("dynamic convolution")
 
     def __str__(self) -> str:
         return f"{self.heads} of dynamic convolution, {self.kernel_size} taps"

@@ -31,8 +31,6 @@ class Light:
     glu: bool = True
 
     RULES = ((r"filters", REPLICATED), *Attention.RULES)
-    FAMILIES = ()
-    NAMES = convolution.NO_NAMES
 
     make = classmethod(convolution.make)
     fields = convolution.fields
@@ -53,9 +51,6 @@ class Light:
 
     def elementwise(self, hidden_size: int, length: int) -> float:
         return convolution.gated_elementwise(self, hidden_size)
-
-    def inexpressible(self, form: str, hidden_size: int) -> str:
-        return convolution.of_nobody_else("lightweight convolution")
 
     def __str__(self) -> str:
         return f"{self.heads} of lightweight convolution, {self.kernel_size} taps"

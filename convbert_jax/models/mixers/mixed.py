@@ -1,8 +1,7 @@
 """ConvBERT's mixed block: self-attention and, by default, span-based dynamic convolution."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,6 @@ from convbert_jax.models.mixers.convolution import (
     convolve,
     convolve_step,
     keep_past,
-    of_nobody_else,
     start_filters,
     start_past,
     unless_masked,
@@ -63,25 +61,6 @@ class Mixed:
         (r"conv_filters", REPLICATED),
         *Attention.RULES,
     )
-    FAMILIES = ("convbert",)
-    NAMES: ClassVar[Mapping[str, tuple[str, str, str]]] = {
-        **Attention.NAMES,
-        "key_conv": (
-            "separable",
-            "attention.self.key_conv_attn_layer",
-            "attention/self/conv_attn_key",
-        ),
-        "conv_kernel": (
-            "dense",
-            "attention.self.conv_kernel_layer",
-            "attention/self/conv_attn_kernel",
-        ),
-        "conv_value": (
-            "dense",
-            "attention.self.conv_out_layer",
-            "attention/self/conv_attn_point",
-        ),
-    }
 
     reads_padding = property(unless_masked)
 
@@ -162,31 +141,6 @@ class Mixed:
         if self.filters == "span_dynamic":
             convolution += 2 * taps * hidden_size + 2 * heads * size
         return scores + biases + convolution
-
-    def inexpressible(self, form: str, hidden_size: int) -> str:
-        attended, convolved, size = self.attention_heads, self.convolution_heads, self.head_size
-        if self.filters != "span_dynamic" or not self.own_value:
-            value = "a separate value" if self.own_value else "a value shared with attention"
-            return of_nobody_else(f"attention with {self.filters} convolution and {value}")
-        if attended != convolved:
-            return of_nobody_else(f"{attended} attention and {convolved} convolution heads")
-        if self.kernel_size % 2 == 0:
-            return (
-                f"config.model.kernel_size={self.kernel_size} is even, which neither Hugging "
-                "Face's ConvBERT nor the official code supports; train with an odd one, or export "
-                "with --format=stablehlo."
-            )
-        if form != "huggingface":
-            return ""
-        if (attended + convolved) * size != hidden_size:
-            return (
-                f"{attended} attention and {convolved} convolution heads of {size} channels do not "
-                f"add up to {hidden_size}: Hugging Face's ConvBERT supports only "
-                "config.model.head_ratio=2, and for the official small generator only "
-                "--config.generator.release_heads=false; train with these, or export with "
-                "--format=tensorflow1 or stablehlo."
-            )
-        return ""
 
     def __str__(self) -> str:
         kind = "" if self.filters == "span_dynamic" else f" ({self.filters})"

@@ -21,8 +21,6 @@ class Plain:
     """Base of mixers made by `wrap`: NaN FLOPs, replicated parameters, no export."""
 
     RULES = ((r".*", REPLICATED),)
-    FAMILIES = ()
-    NAMES: ClassVar = {}
     MODULE: ClassVar[type[nnx.Module]]
 
     @classmethod
@@ -45,9 +43,6 @@ class Plain:
     @property
     def reads_padding(self) -> bool:
         return "segment_ids" not in _parameters(self.MODULE.__call__)
-
-    def inexpressible(self, form: str, hidden_size: int) -> str:
-        return f"{form} has no {self.MODULE.__name__}; export it with --format=stablehlo."
 
 
 class _Called(nnx.Module):

@@ -22,8 +22,6 @@ class Separable:
     mask_convolution: bool
 
     RULES = ((r"conv/depthwise", REPLICATED), (r"conv/pointwise", Split(tensor=-2)))
-    FAMILIES = ()
-    NAMES = convolution.NO_NAMES
 
     make = classmethod(convolution.make)
     fields = convolution.fields
@@ -39,9 +37,6 @@ class Separable:
 
     def elementwise(self, hidden_size: int, length: int) -> float:
         return 2 * self.kernel_size * hidden_size
-
-    def inexpressible(self, form: str, hidden_size: int) -> str:
-        return convolution.of_nobody_else("separable convolution without attention")
 
     def __str__(self) -> str:
         return f"separable convolution of {self.kernel_size} taps"

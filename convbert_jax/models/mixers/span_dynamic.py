@@ -38,8 +38,6 @@ class SpanDynamic:
         (r"key_conv/pointwise", Split(tensor=-1)),
         *Attention.RULES,
     )
-    FAMILIES = ()
-    NAMES = convolution.NO_NAMES
 
     make = classmethod(convolution.make)
     fields = convolution.fields
@@ -58,9 +56,6 @@ class SpanDynamic:
         taps = self.kernel_size
         dynamic = 2 * taps * hidden_size + (1 + costs.SOFTMAX) * taps * self.heads
         return 2 * taps * hidden_size + dynamic + 4 * hidden_size
-
-    def inexpressible(self, form: str, hidden_size: int) -> str:
-        return convolution.of_nobody_else("span-based dynamic convolution without attention")
 
     def __str__(self) -> str:
         return f"{self.heads} of span-based dynamic convolution, {self.kernel_size} taps"
