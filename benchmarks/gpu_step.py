@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 
-from convbert_jax.analysis.tpu.program import SHAPE, Computations, Instruction, array_bytes
+from convbert_jax.analysis.hlo import SHAPE, Computations, Instruction, array_bytes
 from convbert_jax.command_line import overrides
 
 # GPU description for XLA, from NVIDIA's data sheet and programming guide (compute capability 9.0).

@@ -25,12 +25,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import convbert_jax
-from convbert_jax.analysis.tpu import chips
-from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.analysis import tpu_devices, tpu_pricing
 from convbert_jax.command_line import overrides
 from convbert_jax.config import Config
 
-TARGETS = ("cpu", *(f"tpu:{name}" for name in chips.CHIPS))
+TARGETS = ("cpu", *(f"tpu:{name}" for name in tpu_devices.CHIPS))
 SHAPES = {"base": ("256x128", "64x512"), "small": ("128x128", "32x512")}  # equally many tokens
 ELECTRA = "electra-"  # prefix of a config name: the same config with attention only
 GIB = 2**30
@@ -134,14 +133,14 @@ def read_config(name: str, shape: str | None, fields: Mapping[str, Any]) -> Conf
 
 
 def price(config: Config, target: str) -> dict[str, Any]:
-    """Returns the numbers of a plan (analysis/tpu/plan_text.py) for one device of `target`.
+    """Returns the numbers of a plan (analysis/tpu_plan.py) for one device of `target`.
 
     "compile_seconds" has the time of the call.
     """
-    from convbert_jax.analysis.tpu.topology import open_topology
+    from convbert_jax.analysis.tpu_devices import open_topology
     from convbert_jax.recipes.planning.tpu_slice import plan_slice
 
-    kind, _, sides = chips.chip(target).topology.partition(":")
+    kind, _, sides = tpu_devices.chip(target).topology.partition(":")
     slice_of_one = open_topology(f"{kind}:{'x'.join('1' for _ in sides.split('x'))}")
     one = dataclasses.replace(slice_of_one, devices=slice_of_one.devices[:1])  # TPU7x has two
     started = time.perf_counter()
@@ -151,10 +150,10 @@ def price(config: Config, target: str) -> dict[str, Any]:
 
 def count_cycles(numbers: Mapping[str, Any], target: str) -> Cycles:
     """Returns the cycle groups of a plan that fits."""
-    from convbert_jax.analysis.tpu.plan import KERNELS, OTHER, PRODUCTS
+    from convbert_jax.analysis.tpu_plan import KERNELS, OTHER, PRODUCTS
 
     groups = (numbers["cycles"][group] for group in (PRODUCTS, KERNELS, OTHER))
-    return Cycles(*groups, pessimism=chips.chip(target).memory_pessimism)
+    return Cycles(*groups, pessimism=tpu_devices.chip(target).memory_pessimism)
 
 
 def print_price(title: str, config: Config, target: str, operations: int) -> None:
@@ -172,7 +171,7 @@ def describe(numbers: Mapping[str, Any], target: str) -> list[str]:
         needed = f"does not fit: {numbers['memory']['needed'] / GIB:.1f}"
         return [*[""] * (len(COLUMNS) - 3), needed, seconds]
     cycles = count_cycles(numbers, target)
-    of_peak = numbers["flops"] / chips.chip(target).flops_per_cycle  # cycles at peak FLOP/s
+    of_peak = numbers["flops"] / tpu_devices.chip(target).flops_per_cycle  # cycles at peak FLOP/s
     sums = cycles.as_priced, cycles.at_full_bandwidth, cycles.at_compilers_bandwidth
     shares = [of_peak / each for each in (max(sums), min(sums))]
     return [

@@ -106,9 +106,9 @@ def _run(request: command_line.Request) -> str | None:
     """Returns the name of the signal that stopped pre-training, or None."""
     # Imported late, so that errors in flags are reported before jax is loaded.
     if request.mode == "plan":
-        from convbert_jax.analysis.tpu import pricing
+        from convbert_jax.analysis import tpu_pricing
 
-        pricing.use_compile_only_tpu()
+        tpu_pricing.use_compile_only_tpu()
     with absent.told():
         from convbert_jax import recipes
         from convbert_jax.interop import conversion, importing

@@ -6,15 +6,14 @@
 Query, key and value have the layout of dense outputs, [rows, length, heads x width] in bfloat16.
 Output and gradients have the same layout, so the cost includes transposes for forms that need
 separate heads. Segment ids are used. The figures are the TPU compiler's model
-(analysis/tpu/pricing.py), forward and backward, in thousand cycles. XLA operations that draw
+(analysis/tpu_pricing.py), forward and backward, in thousand cycles. XLA operations that draw
 random bits have no estimate. Each kernel counts as the larger of its schedule (with random bits)
 and its memory traffic. No TPU is needed.
 """
 
 import argparse
 
-from convbert_jax.analysis.tpu import chips
-from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.analysis import tpu_devices, tpu_pricing
 
 TOKENS = 8_192
 FORMS = ("xla", "splash", "pallas_tpu")
@@ -27,7 +26,9 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="tpu:v5e", choices=[f"tpu:{n}" for n in chips.CHIPS])
+    parser.add_argument(
+        "--target", default="tpu:v5e", choices=[f"tpu:{n}" for n in tpu_devices.CHIPS]
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
     parser.add_argument("--heads", type=int, default=6, help="default: as in `base`")
     parser.add_argument("--width", type=int, default=64, help="head width")

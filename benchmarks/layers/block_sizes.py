@@ -9,7 +9,7 @@ more than 3% better than the rule of that file. No TPU is needed.
 
 import argparse
 
-from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.analysis import tpu_pricing
 
 CANDIDATES = (1, 2, 4, 8)
 WORTH = 0.97

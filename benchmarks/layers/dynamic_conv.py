@@ -3,7 +3,7 @@
     python -m benchmarks.layers.dynamic_conv --target=tpu:v5e
     python -m benchmarks.layers.dynamic_conv --target=cpu --batch=8 --length=128
 
-TPU targets need no TPU: the figures are the TPU compiler's model (analysis/tpu/pricing.py), in
+TPU targets need no TPU: the figures are the TPU compiler's model (analysis/tpu_pricing.py), in
 thousand cycles; the floor is the smallest possible HBM traffic at full bandwidth. On cpu and gpu
 all rows alternate in one process, including Hugging Face's PyTorch formula if torch is installed.
 There the figures are medians in milliseconds, and the floor is the same traffic at the measured
@@ -28,8 +28,7 @@ import sys
 from collections.abc import Callable
 
 from benchmarks import timing
-from convbert_jax.analysis.tpu import chips
-from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.analysis import tpu_devices, tpu_pricing
 
 TARGETS = ("tpu:v5e", "tpu:v5p", "tpu:v6e", "cpu", "gpu")
 DIRECTIONS = ("forward", "forward_backward")
@@ -235,7 +234,7 @@ def price_rows(options: argparse.Namespace):
     """Yields a row per implementation and direction."""
     import jax
 
-    chip = chips.chip(options.target)
+    chip = tpu_devices.chip(options.target)
     jax.config.update("jax_platforms", "cpu")
     for (op, name), function in functions(options).items():
         arrays, cotangent, gradients = inputs(options, op)

@@ -6,7 +6,7 @@
 The layer is `models.encoder.Layer` at the shapes of the base size: bfloat16 compute (float32 on a
 CPU), float32 parameters, no dropout, outside a scan; forward only, or forward with the gradients
 of its parameters and input. TPU targets need no TPU: the figures are the TPU compiler's model
-(analysis/tpu/pricing.py) in thousand cycles, XLA's operations plus the kernels' prices. On cpu and
+(analysis/tpu_pricing.py) in thousand cycles, XLA's operations plus the kernels' prices. On cpu and
 gpu the layers alternate in one process; the figures are medians in milliseconds.
 `ratio_to_attention` divides by the attention-only layer with the same attention.
 """
@@ -20,7 +20,7 @@ from unittest import mock
 
 from benchmarks import timing
 from benchmarks.layers.dynamic_conv import DIRECTIONS, TARGETS, with_direction
-from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.analysis import tpu_pricing
 
 BATCHES = {128: 64, 512: 16}  # 8,192 tokens
 BASE = {"hidden_size": 768, "embedding_size": 768, "heads": 12, "ffn_size": 3072}

@@ -7,7 +7,7 @@ One encoder layer of a config: each mixer with the config's taps, float32 parame
 segment ids, forward with the gradients of parameters and input, `--tokens` tokens at every length.
 On a CPU the mixers alternate in one process and the figures are medians in milliseconds. TPU
 targets need no TPU: figures are the TPU compiler's model in thousand cycles
-(analysis/tpu/pricing.py). Memory is the size of the compiled program's temporaries. A crossing is
+(analysis/tpu_pricing.py). Memory is the size of the compiled program's temporaries. A crossing is
 the shortest measured length from which a mixer costs less than attention.
 """
 
@@ -21,7 +21,7 @@ import statistics
 from benchmarks import timing
 from benchmarks.layers import layer
 from benchmarks.layers.dynamic_conv import with_direction
-from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.analysis import tpu_pricing
 from convbert_jax.config import mixers
 
 TARGETS = ("cpu", "tpu:v5e", "tpu:v5p", "tpu:v6e")

@@ -13,7 +13,7 @@ Each mixer runs forward with the gradients of parameters and input, in three way
 
 Attention gathers keys and values in both sharded ways.
 
-On TPU targets the figures per device are by the TPU compiler's model (analysis/tpu/pricing.py):
+On TPU targets the figures per device are by the TPU compiler's model (analysis/tpu_pricing.py):
 
 - Thousand cycles without communication; kernels count as their operands' traffic at full
   bandwidth, a lower bound.
@@ -34,7 +34,7 @@ from unittest import mock
 
 from benchmarks.layers import layer
 from benchmarks.layers.dynamic_conv import with_direction
-from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.analysis import tpu_pricing
 
 DEVICES = 8
 TOPOLOGIES = {"tpu:v5e": "v5e:2x4", "tpu:v6e": "v6e:2x4"}
@@ -115,9 +115,8 @@ def _price(options, mixer):
     import jax
     from jax.experimental import topologies
 
-    from convbert_jax.analysis.tpu.chips import chip
-    from convbert_jax.analysis.tpu.collectives import find_collectives
-    from convbert_jax.analysis.tpu.program import kernel_traffic
+    from convbert_jax.analysis.hlo import find_collectives, kernel_traffic
+    from convbert_jax.analysis.tpu_devices import chip
 
     found = topologies.get_topology_desc(
         platform="tpu", topology_name=TOPOLOGIES[options.target]

@@ -6,21 +6,22 @@
 The stack is `models.encoder.Encoder` of configs/base.py in bfloat16 with hidden states as input,
 and gradients of these and the parameters. Unlike a single layer (layer.py), it includes dropout
 and the activations that a scan stores for the backward pass. The figures are the TPU compiler's
-model (analysis/tpu/pricing.py) in thousand cycles per layer; no TPU is needed.
+model (analysis/tpu_pricing.py) in thousand cycles per layer; no TPU is needed.
 """
 
 import argparse
 import time
 
 import convbert_jax
-from convbert_jax.analysis.tpu import chips
-from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.analysis import tpu_devices, tpu_pricing
 from convbert_jax.command_line import overrides
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="tpu:v5e", choices=[f"tpu:{n}" for n in chips.CHIPS])
+    parser.add_argument(
+        "--target", default="tpu:v5e", choices=[f"tpu:{n}" for n in tpu_devices.CHIPS]
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--unroll", type=int, nargs="+", default=[1], help="values of scan_unroll")
     parser.add_argument("--batch", type=int, default=64, help="rows")

@@ -21,8 +21,7 @@ from unittest import mock
 
 from benchmarks.speed.beside_pytorch import MIXERS, WORDS
 from benchmarks.speed.language_models_vs_pytorch import make_ours
-from convbert_jax.analysis.tpu import chips
-from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.analysis import tpu_devices, tpu_pricing
 from convbert_jax.decoding.state import FIRST
 
 TARGETS = ("tpu:v5e", "tpu:v5p", "tpu:v6e")
@@ -109,7 +108,7 @@ def measure(mixer: str, rows: int, options: argparse.Namespace) -> tuple[float, 
         of_packing = 0.0
     least = sum(2 * leaf.size for leaf in jax.tree.leaves(params))
     least += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    floor = chips.chip(options.target).bandwidth_cycles(least)
+    floor = tpu_devices.chip(options.target).bandwidth_cycles(least)
     return of_prompt, of_tokens / options.steps, floor, of_packing
 
 
@@ -133,14 +132,14 @@ def _as_many_steps(count: int):
 
 
 def _cycles(target: str, function, *arguments) -> float:
-    from convbert_jax.analysis.tpu.program import kernel_traffic
+    from convbert_jax.analysis.hlo import kernel_traffic
 
     compiled = tpu_pricing.compile_for(function, *arguments, target=target)
     found = tpu_pricing.price_compiled(compiled, target, kernels=False)
     if found.unpriced:
         print(f"without an estimate: {', '.join(found.unpriced)}", flush=True)
     traffic = kernel_traffic(compiled.as_text())
-    return found.cycles + chips.chip(target).bandwidth_cycles(traffic)
+    return found.cycles + tpu_devices.chip(target).bandwidth_cycles(traffic)
 
 
 def show(mixer, rows, given, prompt: float, token: float, floor: float, packing: float) -> str:

@@ -15,8 +15,7 @@ import statistics
 
 from benchmarks import step as step_benchmark
 from benchmarks import timing
-from convbert_jax.analysis.tpu import chips
-from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.analysis import tpu_devices, tpu_pricing
 from convbert_jax.config import Config
 
 
@@ -52,10 +51,10 @@ def _read_config(options: argparse.Namespace) -> Config:
 def _price(options: argparse.Namespace) -> tuple[float, float]:
     import jax
 
-    from convbert_jax.analysis.tpu.program import kernel_traffic
+    from convbert_jax.analysis.hlo import kernel_traffic
 
     jax.config.update("jax_default_prng_impl", "rbg")
-    kind, cycles = chips.chip(options.target), []
+    kind, cycles = tpu_devices.chip(options.target), []
     for runs in (None, options.runs):
         program, shapes = step_benchmark.build(_read_config(options), options.target, runs)
         compiled = tpu_pricing.compile_for(program.train_step, *shapes, target=options.target)

@@ -14,9 +14,8 @@ from absl import logging
 from etils import epath
 
 from convbert_jax import files, links
-from convbert_jax.analysis.inside import filters as word_filters
-from convbert_jax.analysis.inside import maps, pictures
-from convbert_jax.analysis.inside.filters import LayerFilters, Occurrence
+from convbert_jax.analysis import inspection
+from convbert_jax.analysis.inspection import LayerFilters, Occurrence
 from convbert_jax.config import UserError
 from convbert_jax.data.corpus import batching
 from convbert_jax.data.tables import text_lines
@@ -51,7 +50,7 @@ class _Seen:
     texts: Sequence[str]
     rows: Rows
     occurrences: Sequence[Occurrence]
-    sums: maps.MapSums
+    sums: inspection.MapSums
     filters: Sequence[LayerFilters]
     blind: Sequence[str]  # messages about layers without capture
 
@@ -215,7 +214,7 @@ def _look(model: Model, texts: Sequence[str], word: str | None, layers: Sequence
             f"{model.path} has nothing to plot: {' '.join(blind)}", path=model.path
         )
     rows, occurrences = _encode(model, texts, word)
-    sums = maps.MapSums(rows.by_token["tokens"].shape[1])
+    sums = inspection.MapSums(rows.by_token["tokens"].shape[1])
     filters: dict[int, list[np.ndarray]] = {}
     for text, arrays in enumerate(_run(model, network, rows, capture)):
         if arrays["attention"]:
@@ -260,7 +259,7 @@ def _encode(model: Model, texts: Sequence[str], word: str | None) -> tuple[Rows,
         cut += len(ids) > kept
         pieces.append([special.cls, *ids[:kept], special.sep])
         if word:
-            occurrences += word_filters.find(word, number, texts[number], places[:kept])
+            occurrences += inspection.find_word(word, number, texts[number], places[:kept])
     if cut:
         logging.warning(
             "%s: truncated %d of %d texts to %d tokens.", model.path, cut, len(texts), model.length
@@ -310,17 +309,17 @@ def _draw(
         name, of_maps = each.model.path, each.sums.layers()
         if of_maps:
             title = f"{name}: mean attention of {each.sums.texts} texts"
-            pictures.draw_maps(of_maps, title, folder / f"attention{ending}.png")
-        drawn = word_filters.chosen_layers([found.layer for found in each.filters], asked)
+            inspection.draw_maps(of_maps, title, folder / f"attention{ending}.png")
+        drawn = inspection.chosen_layers([found.layer for found in each.filters], asked)
         chosen = [found for found in each.filters if found.layer in drawn]
         if chosen:
             title = f"{name}: filters of “{word}”, {len(each.occurrences)} times"
             picture = folder / f"filters{ending}.png"
-            pictures.draw_filters(chosen, each.occurrences, title, picture)
+            inspection.draw_filters(chosen, each.occurrences, title, picture)
     models = [(each.model.path, each.sums.layers(), each.sums.chance) for each in seen
               if each.sums.texts]  # fmt: skip
     if models:
-        pictures.draw_concentration(models, maps.WINDOW, folder / "concentration.png")
+        inspection.draw_concentration(models, inspection.WINDOW, folder / "concentration.png")
 
 
 def _write(folder: epath.Path, seen: Sequence[_Seen], word: str | None) -> None:
@@ -373,7 +372,7 @@ def _numbers(seen: _Seen, word: str | None) -> dict:
             "word": word,
             "occurrences": len(seen.occurrences),
             "moved_by_context": {
-                layer.layer: word_filters.spread(layer.filters).tolist() for layer in seen.filters
+                layer.layer: inspection.spread(layer.filters).tolist() for layer in seen.filters
             },
         }
     return found
@@ -391,7 +390,7 @@ def _describe(seen: Sequence[_Seen], folder: epath.Path, word: str | None) -> st
                 f"{each.sums.chance:.0%})"
             )
         if each.filters:
-            moved = np.concatenate([word_filters.spread(layer.filters) for layer in each.filters])
+            moved = np.concatenate([inspection.spread(layer.filters) for layer in each.filters])
             lines.append(
                 f'  the context of "{word}" ({len(each.occurrences)} occurrences) changes '
                 f"{moved.mean():.0%} of its filters' weight (single heads: {moved.min():.0%} to "

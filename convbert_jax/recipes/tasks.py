@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from convbert_jax.analysis import flops, health
+from convbert_jax.analysis import flops, pretraining_report
 from convbert_jax.config import Config, ConfigError
 from convbert_jax.config.sequences.sections import OF_PAIRS
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
@@ -48,17 +48,17 @@ _OF_WRITING = ("token_loss", "token_accuracy", "perplexity", "word_perplexity")
 RECIPES = {
     "replaced_token": Recipe(
         replaced_token,
-        health.warn_replaced_token,
+        pretraining_report.warn_replaced_token,
         ("mlm_loss", "mlm_accuracy", "encoder_mlm_loss", "replaced_rate", "discriminator_auc"),
     ),
     "masked_lm": Recipe(
         masked_lm,
-        health.warn_masked_lm,
+        pretraining_report.warn_masked_lm,
         ("mlm_loss", "mlm_accuracy", "pair_accuracy"),
     ),
-    "causal_lm": Recipe(next_tokens, health.warn_writing, _OF_WRITING),
-    "span_corruption": Recipe(span_corruption, health.warn_writing, _OF_WRITING),
-    **dict.fromkeys(OF_PAIRS, Recipe(written_text, health.warn_writing, _OF_WRITING)),
+    "causal_lm": Recipe(next_tokens, pretraining_report.warn_writing, _OF_WRITING),
+    "span_corruption": Recipe(span_corruption, pretraining_report.warn_writing, _OF_WRITING),
+    **dict.fromkeys(OF_PAIRS, Recipe(written_text, pretraining_report.warn_writing, _OF_WRITING)),
 }
 
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import jax
 
-from convbert_jax.analysis import arithmetic_plan, flops, overview
-from convbert_jax.analysis.sweep_report.tables import markdown
-from convbert_jax.analysis.tpu.chips import CHIPS, count_chips
-from convbert_jax.analysis.tpu.topology import expand_name, read_shape
+from convbert_jax.analysis import flops, overview, plans
+from convbert_jax.analysis.sweep_report import markdown
+from convbert_jax.analysis.tpu_devices import CHIPS, count_chips, expand_name, read_shape
 from convbert_jax.config import Config, to_text
 from convbert_jax.interop import networks
 from convbert_jax.sweeps.folder import Folder
@@ -126,12 +125,12 @@ def _read_speed(topology: str, config: Config) -> tuple[int, float, float, str]:
     """Returns (number of billed chips, best FLOP/s, worst FLOP/s, basis of the estimate)."""
     if topology == "cpu":
         rows = config.train.batch_size * config.data.length // config.train.accumulation
-        cpu = arithmetic_plan.this_cpu(rows, config.model.hidden_size, config.model.ffn_size)
+        cpu = plans.this_cpu(rows, config.model.hidden_size, config.model.ffn_size)
         low, high = cpu.reached
         basis = f"{low:.0%} to {high:.0%} of {cpu.peak / 1e9:,.0f} GFLOP/s (measured)"
         return 1, high * cpu.peak, low * cpu.peak, basis
-    if arithmetic_plan.is_counted(topology):
-        gpus = arithmetic_plan.read_gpus(topology)
+    if plans.is_counted(topology):
+        gpus = plans.read_gpus(topology)
         chips, peak = gpus.count, gpus.count * gpus.peak
     else:
         slices, name = read_shape(expand_name(topology))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
-from convbert_jax.analysis.tpu import chips, collectives, pricing, program
+from convbert_jax.analysis import hlo, tpu_devices, tpu_pricing
 from convbert_jax.ops.dynamic_conv import dynamic_conv
 from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
 from tests.running import needs_libtpu
@@ -46,7 +46,7 @@ ENTRY %main (x.1: f32[8]) -> f32[8] {
 
 
 def test_operations_of_a_loop_count_as_often_as_it_runs():
-    found = {o.name: o for o in program.scheduled(PROGRAM)}
+    found = {o.name: o for o in hlo.scheduled(PROGRAM)}
     assert {name: (o.times, o.cycles) for name, o in found.items()} == {
         "double": (12, 10.0),
         "kernel.7": (12, None),
@@ -63,7 +63,7 @@ def test_operations_of_a_loop_count_as_often_as_it_runs():
 
 def test_a_loop_without_a_trip_count_is_refused():
     with pytest.raises(ValueError):  # noqa: PT011
-        program.scheduled(PROGRAM.replace("direction=LT", "direction=GT"))
+        hlo.scheduled(PROGRAM.replace("direction=LT", "direction=GT"))
 
 
 def test_bytes_of_a_laid_out_array():
@@ -72,14 +72,14 @@ def test_bytes_of_a_laid_out_array():
         "bf16[32,512,54]{1,0,2:T(8,128)(2,1)}": 54 * 32 * 512 * 2,
         **{"s32[5]{0:T(128)}": 128 * 4, "f32[3,7]{1,0}": 84, "pred[]": 1},
     }
-    assert {shape: program.laid_out_bytes(shape) for shape in sizes} == sizes
+    assert {shape: hlo.laid_out_bytes(shape) for shape in sizes} == sizes
 
 
 def test_the_clock_and_bandwidth_of_a_chip():
-    assert chips.chip("tpu:v5e").clock == pytest.approx(1.503e9, rel=1e-3)
-    assert chips.chip("tpu:v5e").bandwidth_cycles(819e9) == pytest.approx(1.503e9, rel=1e-3)
+    assert tpu_devices.chip("tpu:v5e").clock == pytest.approx(1.503e9, rel=1e-3)
+    assert tpu_devices.chip("tpu:v5e").bandwidth_cycles(819e9) == pytest.approx(1.503e9, rel=1e-3)
     with pytest.raises(ValueError, match="tpu:v9"):
-        chips.chip("tpu:v9")
+        tpu_devices.chip("tpu:v9")
 
 
 AXES = {"data": 2, "fsdp": 4, "tensor": 1}
@@ -155,16 +155,14 @@ WITH_CALL = BESIDE.replace("ENTRY", CALLED + "ENTRY").replace("calls=%adds", "ca
 
 @pytest.mark.parametrize("text", [BESIDE, WITH_CALL])
 def test_what_a_sparse_core_does_is_counted_once(text):
-    (sent,) = collectives.find_collectives(HEAD + text, AXES)
+    (sent,) = hlo.find_collectives(HEAD + text, AXES)
     assert (sent.kind, sent.array_bytes, sent.group) == ("all-reduce", 400, 8)
-    found = [(one.name, one.cycles) for one in program.scheduled(HEAD + text)]
+    found = [(one.name, one.cycles) for one in hlo.scheduled(HEAD + text)]
     assert found == [("lookup-start", None), ("all-reduce.4", None)]
 
 
 def test_every_form_is_read():
-    found = {
-        (each.kind, each.axes): each for each in collectives.find_collectives(HEAD + LOOP, AXES)
-    }
+    found = {(each.kind, each.axes): each for each in hlo.find_collectives(HEAD + LOOP, AXES)}
     assert {
         key: (each.times, each.array_bytes, each.group, each.overlapped, each.sent_bytes)
         for key, each in found.items()
@@ -205,7 +203,7 @@ def test_groups_have_the_names_of_their_axes(sizes, data):
             f"  ROOT %r = f32[3]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, "
             "to_apply=%add\n}\n"
         )
-        (found,) = collectives.find_collectives(text, axes)
+        (found,) = hlo.find_collectives(text, axes)
         assert found.axes == "+".join(chosen), groups
         assert found.sent_bytes == pytest.approx(2 * 12 * (size - 1) / size)
 
@@ -225,13 +223,13 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 @pytest.mark.parametrize("slices", [2, 4])
 def test_what_leaves_a_slice_is_told_apart(slices):
     axes = {"data": 2, "fsdp": 2}  # within one slice
-    found = collectives.find_collectives(HEAD + BETWEEN, axes, slices)
+    found = hlo.find_collectives(HEAD + BETWEEN, axes, slices)
     assert sorted((one.kind, one.axes) for one in found) == [
         ("all-gather", "data"),
-        ("all-reduce", collectives.BETWEEN_SLICES),
+        ("all-reduce", hlo.BETWEEN_SLICES),
         ("reduce-scatter", "data"),
     ]
-    (between,) = (one for one in found if one.axes == collectives.BETWEEN_SLICES)
+    (between,) = (one for one in found if one.axes == hlo.BETWEEN_SLICES)
     size = 256 * 1024 * 4
     assert between.array_bytes == size
     assert between.sent_bytes == 2 * size * (slices - 1) / slices
@@ -251,7 +249,7 @@ def test_filters_of_float32_parameters_pass_the_profilers_checks():
             x, x, x, projection, bias, heads=2, segment_ids=ids, implementation="pallas_tpu"
         )
 
-    found = pricing.price(run, tokens, projection, bias, ids, target="tpu:v5e")
+    found = tpu_pricing.price(run, tokens, projection, bias, ids, target="tpu:v5e")
     assert found.kernels
 
 
@@ -271,7 +269,7 @@ def test_the_backward_pass_with_segments_passes_the_profilers_checks():
 
         return jax.vjp(convolve, values, filters)[1](cotangent)
 
-    found = pricing.price(run, values, filters, ids, values, target="tpu:v5e")
+    found = tpu_pricing.price(run, values, filters, ids, values, target="tpu:v5e")
     assert found.kernels
 
 
@@ -287,7 +285,7 @@ def test_a_kernel_in_a_loop_is_priced_alone():
         double = pl.pallas_call(kernel, out_shape=shape, name="double")
         return jax.lax.scan(lambda x, _: (double(x) + 1, None), x, None, length=7)[0]
 
-    found = pricing.price(function, shape, target="tpu:v5e")
+    found = tpu_pricing.price(function, shape, target="tpu:v5e")
     (only,) = found.kernels
     assert (only.name, only.times) == ("double", 7)
     assert only.profile_cycles > 0

@@ -11,19 +11,24 @@ import numpy as np
 import pytest
 
 import convbert_jax
-from convbert_jax.analysis import arithmetic_plan, planned
-from convbert_jax.analysis.tpu import chips, plan, plan_text
-from convbert_jax.analysis.tpu.chips import CHIPS, count_chips, list_slices
-from convbert_jax.analysis.tpu.collectives import BETWEEN_SLICES, Collective
-from convbert_jax.analysis.tpu.topology import Topology, expand_name, open_topology
+from convbert_jax.analysis import plans, tpu_devices, tpu_plan
+from convbert_jax.analysis.hlo import BETWEEN_SLICES, Collective
+from convbert_jax.analysis.tpu_devices import (
+    CHIPS,
+    Topology,
+    count_chips,
+    expand_name,
+    list_slices,
+    open_topology,
+)
 from convbert_jax.config import ConfigError
 from tests.refusals import refused
 
 GIB = 2**30
-MEMORY = plan.Memory(1 * GIB, 2 * GIB, GIB // 4, 8 * GIB, GIB // 4, 16 * GIB)
-OPERATIONS = plan.Operations(
-    {plan.PRODUCTS: 300e6, plan.KERNELS: 20e6, plan.OTHER: 100e6},
-    {"attention": 300e6, plan.REST: 120e6},
+MEMORY = tpu_plan.Memory(1 * GIB, 2 * GIB, GIB // 4, 8 * GIB, GIB // 4, 16 * GIB)
+OPERATIONS = tpu_plan.Operations(
+    {tpu_plan.PRODUCTS: 300e6, tpu_plan.KERNELS: 20e6, tpu_plan.OTHER: 100e6},
+    {"attention": 300e6, tpu_plan.REST: 120e6},
     ((60e6, 12, "fusion.7", "jit(step)/mul"),),
     {"sort": 2},
 )
@@ -31,32 +36,32 @@ REDUCED = Collective("all-reduce", "data", 12, 10_000_000, 16, False, "jit(step)
 GATHERED = Collective("all-gather", "fsdp", 12, 10_000_000, 16, True, "jit(step)/gather")
 
 
-def make_step(**changed) -> plan.Step:
-    step = plan.Step(MEMORY, OPERATIONS, (REDUCED, GATHERED), chips.CHIPS["v5e"])
+def make_step(**changed) -> tpu_plan.Step:
+    step = tpu_plan.Step(MEMORY, OPERATIONS, (REDUCED, GATHERED), tpu_devices.CHIPS["v5e"])
     return dataclasses.replace(step, **changed)
 
 
-def make_plan(step=None, **changed) -> plan.Plan:
+def make_plan(step=None, **changed) -> tpu_plan.Plan:
     config = convbert_jax.load_config("base")
-    topology = Topology("v5e:4x4", chips.CHIPS["v5e"], 16, range(16))
+    topology = Topology("v5e:4x4", tpu_devices.CHIPS["v5e"], 16, range(16))
     axes = {"data": 16, "fsdp": 1, "tensor": 1}
-    made = plan.Plan(
+    made = tpu_plan.Plan(
         config, topology, axes, 4096, step or make_step(), 7 * GIB, 524_288, 3.04e14
     )  # fmt: skip
     return dataclasses.replace(made, **changed)
 
 
-def scaled(factor: float) -> plan.Operations:
+def scaled(factor: float) -> tpu_plan.Operations:
     groups = {name: factor * n for name, n in OPERATIONS.groups.items()}
     return dataclasses.replace(OPERATIONS, groups=groups)
 
 
 def describe(made, search=None, others=(), price=None) -> str:
-    return plan_text.describe(made, search, others, price)
+    return tpu_plan.describe(made, search, others, price)
 
 
 def test_the_time_of_a_step():
-    chip = chips.CHIPS["v5e"]
+    chip = tpu_devices.CHIPS["v5e"]
     alone = make_step(collectives=()).seconds
     clock = 197e12 / (4 * 128 * 128 * 2)
     assert alone[1] == pytest.approx(420e6 / clock)
@@ -76,8 +81,8 @@ def test_traffic_between_slices():
     assert step.sent_between_slices == 10e6
     assert step.seconds[0] == alone.seconds[0]
     assert step.seconds[1] - alone.seconds[1] == pytest.approx(10e6 / (6.4e12 / 8 / 256))
-    v4 = dataclasses.replace(step, chip=chips.CHIPS["v4"])  # unknown network
-    assert v4.seconds == dataclasses.replace(alone, chip=chips.CHIPS["v4"]).seconds
+    v4 = dataclasses.replace(step, chip=tpu_devices.CHIPS["v4"])  # unknown network
+    assert v4.seconds == dataclasses.replace(alone, chip=tpu_devices.CHIPS["v4"]).seconds
     topology = dataclasses.replace(make_plan().topology, chips=32, slices=2)
     text = describe(make_plan(v4, topology=topology))
     assert "32 chips in 2 slices" in text
@@ -94,7 +99,7 @@ def test_a_teacher_does_not_grow_with_the_batch():
 
 def test_text_and_numbers_of_a_plan():
     made, text = make_plan(), describe(make_plan(), price=1.5)
-    numbers = json.loads(json.dumps(plan_text.to_json(made, price=1.5)))
+    numbers = json.loads(json.dumps(tpu_plan.to_json(made, price=1.5)))
     assert numbers["fits"]
     assert numbers["memory"]["used"] == MEMORY.used
     assert MEMORY.left == 4.5 * GIB
@@ -107,26 +112,24 @@ def test_text_and_numbers_of_a_plan():
     assert numbers["hours"] == pytest.approx([best * steps / 3600, worst * steps / 3600])
     assert numbers["chip_hours"] == pytest.approx([16 * hours for hours in numbers["hours"]])
     assert numbers["price"] == pytest.approx([1.5 * hours for hours in numbers["chip_hours"]])
-    assert plan_text.to_json(made)["price"] is None
+    assert tpu_plan.to_json(made)["price"] is None
     for name in ("chip_hours", "price"):
         assert "{:,.0f} to {:,.0f}".format(*numbers[name]) in text
-    waited = REDUCED.sent_bytes / 200e9 * chips.CHIPS["v5e"].clock  # all four links, one way
-    parts = {"attention": 300e6, plan.REST: 120e6, plan.WAITING: pytest.approx(waited)}
+    waited = REDUCED.sent_bytes / 200e9 * tpu_devices.CHIPS["v5e"].clock  # all four links, one way
+    parts = {"attention": 300e6, tpu_plan.REST: 120e6, tpu_plan.WAITING: pytest.approx(waited)}
     assert numbers["cycles_by_part"] == parts
-    assert re.search(rf"{plan.WAITING} +{waited / 1e6:.2f}", text)
+    assert re.search(rf"{tpu_plan.WAITING} +{waited / 1e6:.2f}", text)
     assert "all-reduce over data" in text
     assert "2 sort" in text
     source = "jit(step)/" + 6 * "jvp(loss)/" + "feed_forward/dot_general"
-    end = plan_text._end_of(source)
+    end = tpu_plan._end_of(source)
     assert (end[0], len(end)) == ("…", 60)
     assert source.endswith(end[1:])
 
 
 def test_a_plan_that_does_not_fit():
-    short = make_plan(plan.Shortage(24.5 * GIB, 15.75 * GIB, 3 * GIB, 6 * GIB))
-    search = planned.Largest(
-        None, (planned.Trial(short, None),), 4096, 24.5 * GIB, True, 1.0, False
-    )
+    short = make_plan(tpu_plan.Shortage(24.5 * GIB, 15.75 * GIB, 3 * GIB, 6 * GIB))
+    search = plans.Largest(None, (plans.Trial(short, None),), 4096, 24.5 * GIB, True, 1.0, False)
     text = describe(short, search)
     assert "24.5 GiB and has 15.75" in text
     # activations, moments, parameters, gradients
@@ -134,19 +137,19 @@ def test_a_plan_that_does_not_fit():
     assert "--config.mesh.fsdp" in text
     assert "4,096 rows" in text
     assert "PREDICTED" not in text
-    assert re.findall(r"\d+\.\d+", plan_text.outcome(short)) == ["24.50", "15.75"]
-    assert not json.loads(json.dumps(plan_text.to_json(short)))["fits"]
+    assert re.findall(r"\d+\.\d+", tpu_plan.outcome(short)) == ["24.50", "15.75"]
+    assert not json.loads(json.dumps(tpu_plan.to_json(short)))["fits"]
 
 
 def test_a_search_for_the_largest_batch():
     first = make_plan(rows=1024)
     memory = dataclasses.replace(MEMORY, temporaries=12 * GIB)
     most = make_plan(make_step(memory=memory, operations=scaled(10)), rows=2048)
-    trials = planned.Trial(first, None), planned.Trial(most, 15.8 * GIB)
-    search = planned.Largest(most, trials, 2176, 16.1 * GIB, False, 4.5, True)
+    trials = plans.Trial(first, None), plans.Trial(most, 15.8 * GIB)
+    search = plans.Largest(most, trials, 2176, 16.1 * GIB, False, 4.5, True)
     text = describe(first, search)
     assert "--config.train.batch_size=2048" in text
-    assert text.count(plan_text.outcome(most)) == 1
+    assert text.count(tpu_plan.outcome(most)) == 1
     for rows, *memory in (
         ("1,024", "11.5 GiB"),
         ("2,048", "15.5 GiB", "15.8 GiB"),
@@ -156,7 +159,7 @@ def test_a_search_for_the_largest_batch():
         assert re.findall(r"[\d.]+ GiB", line) == memory
     assert "4.50" in text  # cost per row next to the cheapest
     assert "PREDICTED" in text
-    numbers = json.loads(json.dumps(planned.numbers_of_all(first, search, (), plan_text.to_json)))
+    numbers = json.loads(json.dumps(plans.numbers_of_all(first, search, (), tpu_plan.to_json)))
     assert numbers["largest_batch"]["rows"] == 2048
     assert numbers["search"]["does_not_fit"]["by"] == "prediction"
     assert [trial["predicted"] for trial in numbers["search"]["trials"]] == [None, 15.8 * GIB]
@@ -165,7 +168,7 @@ def test_a_search_for_the_largest_batch():
 def test_the_fastest_mesh_that_fits_is_recommended():
     slow = make_plan(axes={"data": 4, "fsdp": 4, "tensor": 1})
     fast = make_plan(make_step(operations=scaled(0.5)), axes={"data": 1, "fsdp": 16, "tensor": 1})
-    short = make_plan(plan.Shortage(17e9, 16e9, 1, 2), axes={"data": 2, "fsdp": 8, "tensor": 1})
+    short = make_plan(tpu_plan.Shortage(17e9, 16e9, 1, 2), axes={"data": 2, "fsdp": 8, "tensor": 1})
     *_, title, first, second, third, last = describe(slow, None, (short, fast)).splitlines()
     for row in (first, second, third):
         assert row.index("iB") + 2 == title.index("memory") + 6
@@ -183,10 +186,10 @@ def test_the_innermost_scope_is_the_part():
             "stacks of the scan over layers"
         ),
         "jit(step)/jvp(loss)/while/body/closed_call/feed_forward/add": "feed-forward",
-        "jit(step)/my_attention/add": plan.REST,
-        "": plan.REST,
+        "jit(step)/my_attention/add": tpu_plan.REST,
+        "": tpu_plan.REST,
     }
-    assert {source: plan._part(source) for source in parts} == parts
+    assert {source: tpu_plan._part(source) for source in parts} == parts
 
 
 def test_memory_is_read_from_errors_of_the_compiler():
@@ -200,7 +203,7 @@ def test_memory_is_read_from_errors_of_the_compiler():
         ),
         f"{start}too many files": None,
     }
-    found = {message: plan.bytes_needed(RuntimeError(message)) for message in messages}
+    found = {message: tpu_plan.bytes_needed(RuntimeError(message)) for message in messages}
     assert found == messages
 
 
@@ -237,17 +240,17 @@ def test_a_number_of_chips_without_a_slice_names_those_that_exist(name):
 
 
 def test_gpus_by_name():
-    one = arithmetic_plan.read_gpus("gpu:l4")
+    one = plans.read_gpus("gpu:l4")
     assert (one.kind, one.count, one.bytes, one.peak) == ("L4", 1, 24e9, 121e12)
     assert one.bandwidth == 300e9
-    assert arithmetic_plan.read_gpus("gpu:h100x16").count == 16
+    assert plans.read_gpus("gpu:h100x16").count == 16
     for name in ("gpu:", "gpu:h100x0", "gpu:h900x8", "gpu:h100x-1", "gpu:h100x8x2"):
         with refused(ConfigError, field="--topology", value=name):
-            arithmetic_plan.read_gpus(name)
+            plans.read_gpus(name)
 
 
 def test_the_speed_of_this_cpu_is_measured():
-    here = arithmetic_plan.this_cpu(256, 128, 512)
+    here = plans.this_cpu(256, 128, 512)
     x, y = np.ones((256, 128), np.float32), np.ones((128, 512), np.float32)
     multiply = jax.jit(jnp.matmul)
     jax.block_until_ready(multiply(x, y))
@@ -261,12 +264,10 @@ def test_the_speed_of_this_cpu_is_measured():
 
 
 def test_a_cpu_with_a_matrix_unit_reaches_a_smaller_share(monkeypatch):
-    monkeypatch.setattr(arithmetic_plan, "_measure_products", lambda *_: 1e12)
+    monkeypatch.setattr(plans, "_measure_products", lambda *_: 1e12)
     for unit, least in ((True, 0.1), (False, 0.2)):
-        monkeypatch.setattr(
-            arithmetic_plan.processor, "multiplies_bfloat16", lambda unit=unit: unit
-        )
-        here = arithmetic_plan.this_cpu(256, 128, 512, jnp.bfloat16)
+        monkeypatch.setattr(plans.processor, "multiplies_bfloat16", lambda unit=unit: unit)
+        here = plans.this_cpu(256, 128, 512, jnp.bfloat16)
         assert here.reached[0] == least
         assert "1,000 GFLOP/s" in here.basis
-        assert arithmetic_plan.this_cpu(256, 128, 512).reached[0] == 0.2
+        assert plans.this_cpu(256, 128, 512).reached[0] == 0.2

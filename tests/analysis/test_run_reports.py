@@ -14,14 +14,16 @@ import pytest
 import convbert_jax
 from convbert_jax import drawing
 from convbert_jax.analysis import overview, pretraining_report, verify_resume
-from convbert_jax.analysis.health import warn_masked_lm, warn_replaced_token, warn_writing
-from convbert_jax.analysis.held_out_text import (
+from convbert_jax.analysis.pretraining_report import (
     Cloze,
     Suspects,
     describe_cloze,
     describe_suspects,
     find_suspects,
     pair_subwords,
+    warn_masked_lm,
+    warn_replaced_token,
+    warn_writing,
 )
 from convbert_jax.config import to_dict
 from convbert_jax.files import DamagedFileError

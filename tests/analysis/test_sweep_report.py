@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from convbert_jax.analysis import sweep_report
-from convbert_jax.analysis.sweep_report import RunOutcome, SweepOutcome, VariantInfo, comparison
+from convbert_jax.analysis.sweep_report import RunOutcome, SweepOutcome, VariantInfo
 
 # AUC per seed: `better` is above `plain` by 0.100, 0.101, 0.099; `noisy` by -0.1, 0.1, 0.3
 AUC = {
@@ -58,14 +58,14 @@ def test_a_paired_test_by_hand():
     # differences 1, 2, 3: mean 2, standard error 1/sqrt(3), t = 2 sqrt(3); with 2 degrees of
     # freedom p = 1 - t / sqrt(2 + t^2), and 97.5% of t lie below 4.3027
     values, baseline = {0: 2.0, 1: 4.0, 2: 6.0, 3: 9.0}, {2: 3.0, 1: 2.0, 0: 1.0}
-    result = comparison.compare("a", "pretrain", "m", values, baseline)
+    result = sweep_report.compare("a", "pretrain", "m", values, baseline)
     assert result.p == pytest.approx(1 - math.sqrt(12 / 14))
     half = 4.302653 / math.sqrt(3)
     found = (result.difference.mean, result.difference.low, result.difference.high)
     assert found == pytest.approx((2, 2 - half, 2 + half), abs=1e-5)
     assert (result.difference.count, result.value.count) == (3, 4)
     assert result.value.mean == pytest.approx(21 / 4)
-    back = comparison.compare("a", "s", "m", baseline, values)
+    back = sweep_report.compare("a", "s", "m", baseline, values)
     assert (back.p, back.difference.mean) == pytest.approx((result.p, -2))
 
 
@@ -79,19 +79,19 @@ def test_a_paired_test_by_hand():
     ],
 )
 def test_equal_differences_have_no_test(differences, p):
-    assert comparison.test(differences) == pytest.approx(p, nan_ok=True)
+    assert sweep_report.paired_test(differences) == pytest.approx(p, nan_ok=True)
 
 
 def test_p_values_are_corrected_after_holm():
     # 0.01 x 3; 0.03 x 2; and 0.04 x 1, raised to the previous value
-    assert comparison.holm([0.01, math.nan, 0.04, 0.03], 3) == pytest.approx(
+    assert sweep_report.holm([0.01, math.nan, 0.04, 0.03], 3) == pytest.approx(
         [0.03, math.nan, 0.06, 0.06], nan_ok=True
     )
-    assert comparison.holm([0.9, 0.8], 2) == [1.0, 1.0]
+    assert sweep_report.holm([0.9, 0.8], 2) == [1.0, 1.0]
     # variants without results count, so adding results later does not weaken significance
     part = make_outcome(runs=tuple(r for r in make_outcome().runs if r.variant != "noisy"))
     better, again = (
-        next(one.p_holm for one in comparison.compare_all(outcome) if one.variant == "better")
+        next(one.p_holm for one in sweep_report.compare_all(outcome) if one.variant == "better")
         for outcome in (part, make_outcome())
     )
     assert better == pytest.approx(again)
@@ -105,14 +105,14 @@ def test_equal_variants_are_seldom_significant():
         accuracy = np.round(277 * (0.7 + 0.01 * random.normal(size=(9, 2)))) / 277
         loss = 10 * random.normal(size=(1, 4)) + random.normal(size=(6, 4))  # shared by a seed
         for kind, values in enumerate((accuracy, loss)):
-            p = [comparison.test(list(row - values[0])) for row in values[1:]]
-            corrected = [p for p in comparison.holm(p, len(p)) if not math.isnan(p)]
-            alarms[kind] += min(corrected, default=1.0) < comparison.LEVEL
-    assert (alarms / tries < comparison.LEVEL + 0.03).all()
+            p = [sweep_report.paired_test(list(row - values[0])) for row in values[1:]]
+            corrected = [p for p in sweep_report.holm(p, len(p)) if not math.isnan(p)]
+            alarms[kind] += min(corrected, default=1.0) < sweep_report.LEVEL
+    assert (alarms / tries < sweep_report.LEVEL + 0.03).all()
 
 
 def test_which_differences_are_significant():
-    found = {(one.variant, one.metric): one for one in comparison.compare_all(make_outcome())}
+    found = {(one.variant, one.metric): one for one in sweep_report.compare_all(make_outcome())}
     significant = {key: one.significant for key, one in found.items()}
     assert significant == {
         ("plain", "discriminator_auc"): None,

@@ -17,7 +17,7 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
-from convbert_jax.analysis.tpu.collectives import find_collectives
+from convbert_jax.analysis.hlo import find_collectives
 from convbert_jax.config import Config, MeshSection, from_config_dict, to_dict
 from convbert_jax.config.mixers import MIXERS
 from convbert_jax.finetuning import programs as finetuning

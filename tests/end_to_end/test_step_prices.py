@@ -12,7 +12,7 @@ import importlib.metadata
 import pytest
 
 from benchmarks import step
-from convbert_jax.analysis.tpu.topology import open_topology
+from convbert_jax.analysis.tpu_devices import open_topology
 from convbert_jax.recipes.planning.tpu_slice import plan_slice
 from tests.running import needs_libtpu
 

@@ -11,11 +11,9 @@ from jax.sharding import AxisType
 
 from benchmarks import step
 from convbert_jax import recipes
-from convbert_jax.analysis.tpu import pricing
-from convbert_jax.analysis.tpu.collectives import BETWEEN_SLICES, find_collectives
-from convbert_jax.analysis.tpu.compiling import compile_as_text
-from convbert_jax.analysis.tpu.program import scheduled
-from convbert_jax.analysis.tpu.topology import make_devices, open_topology
+from convbert_jax.analysis import tpu_pricing
+from convbert_jax.analysis.hlo import BETWEEN_SLICES, compile_as_text, find_collectives, scheduled
+from convbert_jax.analysis.tpu_devices import make_devices, open_topology
 from convbert_jax.config import MeshSection, ModelSection
 from convbert_jax.config.sequences import SequenceSection, derive_language_model
 from convbert_jax.decoding import search
@@ -58,7 +56,7 @@ def compile_both(function, arrays, *others, chip):
         out, back = jax.vjp(functools.partial(function, *others), *arrays)
         return out, back(out)
 
-    return pricing.compile_for(both, arrays, others, target=chip).as_text()
+    return tpu_pricing.compile_for(both, arrays, others, target=chip).as_text()
 
 
 def count_kernels(text: str) -> int:
@@ -95,7 +93,7 @@ def test_kernels_compile(op, size, chip, dtype, form):
 
 @pytest.mark.parametrize(("chip", "width", "dtype"), pairwise(CHIPS, [32, 64, 128], [F32, BF16]))
 def test_the_longest_rows_of_attention_compile(chip, width, dtype):
-    with jax.set_mesh(pricing.make_mesh(chip)):
+    with jax.set_mesh(tpu_pricing.make_mesh(chip)):
         length = longest(dtype, width)
     arrays = [jax.ShapeDtypeStruct((2, length, 256 // width, width), dtype)] * 3
     ids = jax.ShapeDtypeStruct((2, length), jnp.int32)

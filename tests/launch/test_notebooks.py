@@ -121,7 +121,7 @@ def test_the_table_of_an_ablation_has_the_difference_and_p_value_of_each_row(cap
         "b": {0: 2.0, 1: 3.01, 2: 3.99},
         "c": {0: 1.5, 1: 2.5, 2: 3.5},
     }
-    exec_cell("ablation", "comparison.holm", ROWS=rows, METRIC="loss", values=rows)
+    exec_cell("ablation", "sweep_report.holm", ROWS=rows, METRIC="loss", values=rows)
     lines = capsys.readouterr().out.splitlines()
     assert "+1.000 to a" in lines[1]
     assert "p = 0.000" in lines[1]

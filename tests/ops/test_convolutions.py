@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.analysis.tpu import collectives
+from convbert_jax.analysis import hlo
 from convbert_jax.ops import depthwise_conv, dispatch, dynamic_conv, reference, span_dynamic_conv
 from convbert_jax.ops.attention import attention
 from convbert_jax.ops.one_step import depthwise_conv_step, dynamic_conv_step
@@ -161,7 +161,7 @@ def find_sent(function, arrays):
     with jax.set_mesh(mesh):
         step = jax.jit(jax.grad(total, (0, 1, 2)), in_shardings=places, out_shardings=places[:3])
         text = step.lower(*arrays).compile().as_text()
-    return collectives.find_collectives(text, dict(mesh.shape))
+    return hlo.find_collectives(text, dict(mesh.shape))
 
 
 def test_a_convolution_sends_its_halo_and_attention_its_rows():

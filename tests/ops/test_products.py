@@ -283,8 +283,8 @@ def test_nothing_is_rounded_where_rows_are_on_one_device():
 @needs_libtpu
 def test_a_tpu_program_sends_half_the_bytes():
     """A table that is read twice, and matmuls that share an input, in a scan of two layers."""
-    from convbert_jax.analysis.tpu import collectives
-    from convbert_jax.analysis.tpu.topology import open_topology
+    from convbert_jax.analysis import hlo
+    from convbert_jax.analysis.tpu_devices import open_topology
 
     devices = open_topology("v5e:2x2").devices
     mesh = make_mesh(devices, data=2, fsdp=2)
@@ -318,10 +318,9 @@ def test_a_tpu_program_sends_half_the_bytes():
         ids = jax.ShapeDtypeStruct((64, 128), jnp.int32, sharding=rows)
         with jax.set_mesh(mesh):
             compiled = jax.jit(gradient, out_shardings=places).lower(params, ids).compile()
-        found = collectives.find_collectives(compiled.as_text(), dict(mesh.shape))
+        found = hlo.find_collectives(compiled.as_text(), dict(mesh.shape))
         return {
-            kind: sum(each.sent_bytes for each in found if each.kind == kind)
-            for kind in collectives.KINDS
+            kind: sum(each.sent_bytes for each in found if each.kind == kind) for kind in hlo.KINDS
         }
 
     as_ever, halved = sent(None), sent(jnp.bfloat16)

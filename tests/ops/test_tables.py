@@ -137,8 +137,8 @@ def test_the_bias_of_a_table_is_summed_over_devices(copied, platform, monkeypatc
 @needs_libtpu
 def test_a_table_that_is_read_three_times_is_sent_once():
     """Autodiff of the lookup would send the table twice."""
-    from convbert_jax.analysis.tpu import collectives
-    from convbert_jax.analysis.tpu.topology import open_topology
+    from convbert_jax.analysis import hlo
+    from convbert_jax.analysis.tpu_devices import open_topology
 
     devices = open_topology("v5e:2x2").devices
     chips = mesh(4, 1, 1, devices)
@@ -155,7 +155,7 @@ def test_a_table_that_is_read_three_times_is_sent_once():
         table = jax.ShapeDtypeStruct((4_000, 128), jnp.float32, sharding=whole)
         with jax.set_mesh(chips):
             compiled = jax.jit(jax.grad(loss)).lower(table, ids, ids).compile()
-        found = collectives.find_collectives(compiled.as_text(), dict(chips.shape))
+        found = hlo.find_collectives(compiled.as_text(), dict(chips.shape))
         return sum(each.array_bytes for each in found) / 1e6
 
     table = 4_000 * 128 * 4 / 1e6

@@ -347,13 +347,13 @@ def test_a_kernel_that_is_right_in_all_processes_is_used(two_processes):
 @pytest.mark.tpu_compile
 @needs_libtpu
 def test_a_check_compiles_for_a_tpu():
-    from convbert_jax.analysis.tpu import pricing
+    from convbert_jax.analysis import tpu_pricing
 
     x = jax.ShapeDtypeStruct((8, 128, 6, 64), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((8, 128), jnp.int32)
     arguments = compare.shrink((x, x, x, ids, ids, False))
     places, run = compare.make_program(arguments, {"drop": Dropout(0.1, None)})
-    compiled = pricing.compile_for(
+    compiled = tpu_pricing.compile_for(
         lambda *arrays: run(kernels.pallas_tpu, arrays),
         *(arguments[i] for i in places),
         target="tpu:v5e",

@@ -11,7 +11,7 @@ from flax import nnx
 
 import convbert_jax
 from convbert_jax import recipes
-from convbert_jax.analysis.inside import maps
+from convbert_jax.analysis import inspection
 from convbert_jax.config import StageSection, UserError
 from convbert_jax.interop import conversion, sources
 from convbert_jax.models.build import build
@@ -70,7 +70,7 @@ def test_numbers_are_those_of_the_model_text_by_text(mixed, lines, tmp_path):
         ids = [model.tokenizer.entries.index(piece) for piece in pieces]
         seen = jax.device_get(run(jnp.asarray([ids])))
         lengths.append(len(ids))
-        shares.append(maps.concentration(seen["attention"][:, 0]))
+        shares.append(inspection.concentration(seen["attention"][:, 0]))
         if "stone" in text:
             filters.append(seen["filters"][:, 0, pieces.index("st")])  # then "on", "e"
     (numbers,) = json.loads((result.folder / "numbers.json").read_text())
@@ -80,7 +80,7 @@ def test_numbers_are_those_of_the_model_text_by_text(mixed, lines, tmp_path):
         np.average(shares, axis=0, weights=lengths),
         atol=1e-5,
     )
-    chances = [maps.chance(n) for n in lengths]
+    chances = [inspection.chance(n) for n in lengths]
     assert numbers["chance"] == pytest.approx(np.average(chances, weights=lengths))
     assert numbers["occurrences"] == len(filters) == 3
     table = read_table(result.folder / "filters.csv")

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from convbert_jax.analysis import planned
-from convbert_jax.analysis.tpu import plan as tpu_plan
-from convbert_jax.analysis.tpu.topology import open_topology
+from convbert_jax.analysis import plans, tpu_plan
+from convbert_jax.analysis.tpu_devices import open_topology
 from convbert_jax.recipes.planning import candidates, tpu_slice
 from convbert_jax.training import sharding
 from tests.analysis.test_plan import make_plan, make_step
@@ -177,7 +176,7 @@ def test_what_is_computed_again_is_compared_on_the_best_mesh():
     assert [each.config.model.remat for each in again] == ["dots", "full"]
     assert {each.axes["fsdp"] for each in again} == {4}
     assert all(each.axes["tensor"] == 1 for each in compared)
-    assert planned.recommend([first, *compared]).axes["fsdp"] == 4
+    assert plans.recommend([first, *compared]).axes["fsdp"] == 4
 
 
 def test_fewer_rows_at_once_are_compared_as_long_as_they_are_better():
@@ -193,13 +192,11 @@ def test_fewer_rows_at_once_are_compared_as_long_as_they_are_better():
         return make_plan(step, config=config, rows=rows, axes=axes_of(data=1))
 
     first = fake(make_config(train__batch_size=256))
-    plans = [first, *candidates.compare(first, fake)]
+    planned = [first, *candidates.compare(first, fake)]
     assert tried == [*((n, "none") for n in (1, 2, 4, 8)), (4, "dots"), (4, "full")]
-    best = planned.recommend(plans)
+    best = plans.recommend(planned)
     assert best.config.train.accumulation == 4
-    assert planned.flags_of(best).endswith(
-        " --config.model.remat=none --config.train.accumulation=4"
-    )
+    assert plans.flags_of(best).endswith(" --config.model.remat=none --config.train.accumulation=4")
     tried.clear()
     candidates.compare(fake(make_config(train__batch_size=24)), fake)  # 12 rows do not divide
     assert {accumulation for accumulation, _ in tried} == {1}

@@ -9,9 +9,8 @@ import pytest
 
 import convbert_jax
 from convbert_jax import recipes
-from convbert_jax.analysis.tpu import plan as tpu_plan
-from convbert_jax.analysis.tpu.chips import CHIPS
-from convbert_jax.analysis.tpu.topology import open_topology
+from convbert_jax.analysis import tpu_plan
+from convbert_jax.analysis.tpu_devices import CHIPS, open_topology
 from convbert_jax.config import ConfigError, MeshSection
 from convbert_jax.interop.networks import abstract_params
 from convbert_jax.recipes.planning import candidates, traced

@@ -20,8 +20,7 @@ from hypothesis import given, strategies
 import convbert_jax
 from convbert_jax import command_line, drawing, files
 from convbert_jax.analysis import pretraining_report
-from convbert_jax.analysis.held_out_text import Cloze, Subword, Suspects
-from convbert_jax.analysis.pretraining_report import Number
+from convbert_jax.analysis.pretraining_report import Cloze, Number, Subword, Suspects
 from convbert_jax.analysis.text_scores import Scores
 from convbert_jax.config import Config, GeneratorSection, to_dict
 from convbert_jax.data.parallel.references import References

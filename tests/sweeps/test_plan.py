@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from convbert_jax import config_files
-from convbert_jax.analysis import arithmetic_plan, flops, overview
+from convbert_jax.analysis import flops, overview, plans
 from convbert_jax.config import to_dict
 from convbert_jax.interop import matching
 from convbert_jax.sweeps import Sweep, SweepError, Variant
@@ -84,7 +84,7 @@ def test_translation_models_have_about_equal_parameters(folder, tmp_path, size):
 
 
 def test_the_plan_shows_size_state_time_and_cost(folder, monkeypatch):
-    monkeypatch.setattr(arithmetic_plan, "_measure_products", lambda *_: 1e11)
+    monkeypatch.setattr(plans, "_measure_products", lambda *_: 1e11)
     runs = expand(SWEEP, folder)
     folder.write(Record(runs[0].id, FINISHED, to_dict(runs[0].config), ("main",)))
     text = describe(SWEEP, runs, folder)

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from etils import epath
 
 from convbert_jax import files
-from convbert_jax.analysis.arithmetic_plan import is_counted
-from convbert_jax.analysis.tpu.topology import open_topology
+from convbert_jax.analysis.plans import is_counted
+from convbert_jax.analysis.tpu_devices import open_topology
 from convbert_jax.config import Config, ConfigError
 from convbert_jax.recipes import evaluation, start
 from convbert_jax.recipes.planning.counted import plan_by_arithmetic
@@ -36,7 +36,7 @@ def plan(
     """Plans a run: compiles the training step for a TPU slice, or estimates GPUs and CPUs.
 
     For a TPU slice, jax must not have initialized a TPU backend yet, see
-    `analysis.tpu.pricing.use_compile_only_tpu`.
+    `analysis.tpu_pricing.use_compile_only_tpu`.
 
     Args:
       given: see `start.read_start`; files and weights of the config are read.

@@ -4,14 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
-from convbert_jax.analysis.planned import (
-    REMAT,
-    Largest,
-    Planned,
-    Trial,
-    price_of_row,
-    recommend,
-)
+from convbert_jax.analysis.plans import REMAT, Largest, Planned, Trial, price_of_row, recommend
 from convbert_jax.config import Config, MeshSection
 from convbert_jax.interop.matching import replace
 from convbert_jax.training.sharding import ShardingError

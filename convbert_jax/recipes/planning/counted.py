@@ -7,7 +7,7 @@ import types
 
 import jax
 
-from convbert_jax.analysis import arithmetic_plan, flops, planned
+from convbert_jax.analysis import flops, plans
 from convbert_jax.config import Config, MeshSection
 from convbert_jax.recipes import prepared, teaching
 from convbert_jax.recipes.planning import candidates
@@ -37,22 +37,22 @@ def plan_by_arithmetic(
         layer = rows * length // config.train.accumulation
         shape = (layer, config.model.hidden_size, config.model.ffn_size)
         device = types.SimpleNamespace(platform="cpu")
-        devices = arithmetic_plan.this_cpu(*shape, compute_dtype(config, device))
+        devices = plans.this_cpu(*shape, compute_dtype(config, device))
     else:
-        devices = arithmetic_plan.read_gpus(topology)
+        devices = plans.read_gpus(topology)
     plan_one = functools.partial(_plan, devices=devices, teacher=teaching.open_teacher(config))
     first = plan_one(config)
     largest = candidates.find_largest(first, plan_one) if largest_batch else None
     compared = candidates.compare(first, plan_one) if compare else []
-    to_json = functools.partial(arithmetic_plan.ArithmeticPlan.to_json, price=price)
-    numbers = planned.numbers_of_all(first, largest, compared, to_json)
-    report = arithmetic_plan.describe(first, price, largest=largest, compared=compared)
+    to_json = functools.partial(plans.ArithmeticPlan.to_json, price=price)
+    numbers = plans.numbers_of_all(first, largest, compared, to_json)
+    report = plans.describe(first, price, largest=largest, compared=compared)
     return PlanResult(first.fits, numbers, report)
 
 
 def _plan(
-    config: Config, devices: arithmetic_plan.Devices, teacher: teaching.Teacher | None
-) -> arithmetic_plan.ArithmeticPlan:
+    config: Config, devices: plans.Devices, teacher: teaching.Teacher | None
+) -> plans.ArithmeticPlan:
     sizes = sharding.mesh_sizes(config.mesh, devices.count)
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
     prepared.check_batches(config, mesh)
@@ -82,11 +82,11 @@ def _plan(
         whole = dataclasses.replace(config, model=model)
         whole_task = make_task(whole, device, teacher, shards=shards)
         looped = config.model.scan_unroll < config.model.layers
-        moved = (arithmetic_plan.MOVED_IN_LOOPS if looped else arithmetic_plan.MOVED) * parts
+        moved = (plans.MOVED_IN_LOOPS if looped else plans.MOVED) * parts
         moved *= kept_bytes(whole_task, state.params, batch, parts, mesh, here)
         if taught:
             moved *= 1 + taught / task.flops_per_step  # assumes the student's bytes per FLOP
-    return arithmetic_plan.ArithmeticPlan(
+    return plans.ArithmeticPlan(
         config,
         devices,
         axes=sizes,

@@ -10,11 +10,10 @@ import time
 import jax
 from absl import logging
 
-from convbert_jax.analysis import planned
-from convbert_jax.analysis.tpu import plan_text
-from convbert_jax.analysis.tpu.compiling import compile_as_text
-from convbert_jax.analysis.tpu.plan import Plan, Shortage, Step, bytes_needed, describe_step
-from convbert_jax.analysis.tpu.topology import Topology
+from convbert_jax.analysis import plans, tpu_plan
+from convbert_jax.analysis.hlo import compile_as_text
+from convbert_jax.analysis.tpu_devices import Topology
+from convbert_jax.analysis.tpu_plan import Plan, Shortage, Step, bytes_needed, describe_step
 from convbert_jax.config import Config, ConfigError, MeshSection
 from convbert_jax.recipes import prepared, teaching
 from convbert_jax.recipes.planning import candidates
@@ -36,9 +35,9 @@ def plan_slice(
         first = plan_one(config)
         largest = candidates.find_largest(first, plan_one) if largest_batch else None
         compared = candidates.compare(first, plan_one) if compare else []
-    to_json = functools.partial(plan_text.to_json, price=price)
-    numbers = planned.numbers_of_all(first, largest, compared, to_json)
-    report = plan_text.describe(first, largest, compared, price)
+    to_json = functools.partial(tpu_plan.to_json, price=price)
+    numbers = plans.numbers_of_all(first, largest, compared, to_json)
+    report = tpu_plan.describe(first, largest, compared, price)
     return PlanResult(first.fits, numbers, report)
 
 
@@ -53,7 +52,7 @@ def _plan(config: Config, topology: Topology, teacher: teaching.Teacher | None) 
         "large model.",
         batch["tokens"].shape[0],
         topology.name,
-        planned.spell_mesh(mesh.shape),
+        plans.spell_mesh(mesh.shape),
         config.model.remat,
     )
     started = time.monotonic()
@@ -73,7 +72,7 @@ def _plan(config: Config, topology: Topology, teacher: teaching.Teacher | None) 
         flops=task.flops_per_step,
     )
     # A search compiles for up to an hour before its report is printed.
-    logging.info("Compiled in %.0f s: %s.", seconds, plan_text.outcome(plan))
+    logging.info("Compiled in %.0f s: %s.", seconds, tpu_plan.outcome(plan))
     return plan
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from convbert_jax import drawing
-from convbert_jax.analysis.sweep_report import comparison
+from convbert_jax.analysis import sweep_report
 from convbert_jax.config import Config
 from convbert_jax.finetuning.results import RunResult, TaskResult, runs_of
 from convbert_jax.finetuning.scores import score_table
@@ -93,7 +93,7 @@ def _tabulate_scores(columns: Sequence[Column]) -> list[tuple]:
     for column in columns:
         summary = score_table.summarize(column.values)
         finite = [value for value in column.values if math.isfinite(value)]
-        mean = comparison.summarize(finite)
+        mean = sweep_report.summarize(finite)
         interval, chart = "", ""
         if mean.count > 1:
             intervals = True
@@ -105,7 +105,7 @@ def _tabulate_scores(columns: Sequence[Column]) -> list[tuple]:
     return [header, *rows] if intervals else [row[:2] for row in (header, *rows)]
 
 
-def draw_seeds(scores: Sequence[float], mean: comparison.Interval) -> "Markup":
+def draw_seeds(scores: Sequence[float], mean: sweep_report.Interval) -> "Markup":
     """Returns an SVG with a dot for each score and a bar for the interval of their mean."""
 
     def draw(axis):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from convbert_jax.analysis.held_out_text import Cloze, Suspects, find_suspects, pair_subwords
+from convbert_jax.analysis.pretraining_report import Cloze, Suspects, find_suspects, pair_subwords
 from convbert_jax.config import Config
 from convbert_jax.data.corpus import batching
 from convbert_jax.data.corpus.corpus import Corpus

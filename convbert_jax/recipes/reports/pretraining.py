@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convbert_jax import drawing
-from convbert_jax.analysis import held_out_text, pretraining_report
-from convbert_jax.analysis.held_out_text import Cloze, Suspects
-from convbert_jax.analysis.pretraining_report import Curves, Number, Panel
+from convbert_jax.analysis import pretraining_report
+from convbert_jax.analysis.pretraining_report import Cloze, Curves, Number, Panel, Suspects
 from convbert_jax.config import Config
 from convbert_jax.recipes.reports import commands, page
 from convbert_jax.recipes.writing import scoring
@@ -64,9 +63,9 @@ def describe(report: PretrainingReport, *, page: bool) -> str:
     numbers = pretraining_report.describe_numbers(report.numbers)
     lines = [f"{report.title}, {_describe_evaluation(report)}", *(f"  {line}" for line in numbers)]
     if report.cloze:
-        lines += ["", *held_out_text.describe_cloze(report.cloze)]
+        lines += ["", *pretraining_report.describe_cloze(report.cloze)]
     if report.suspects:
-        lines += ["", *held_out_text.describe_suspects(report.suspects)]
+        lines += ["", *pretraining_report.describe_suspects(report.suspects)]
     if report.written:
         lines += ["", *scoring.describe(report.written)]
     if report.unwritten:
@@ -122,8 +121,8 @@ def make_page(
         resume=resume,
         report=report,
         charts=[_chart(p, report.curves) for p in pretraining_report.choose_panels(report.curves)],
-        cloze_summary=report.cloze and held_out_text.count_right(report.cloze),
-        suspects_summary=report.suspects and held_out_text.count_found(report.suspects),
+        cloze_summary=report.cloze and pretraining_report.count_right(report.cloze),
+        suspects_summary=report.suspects and pretraining_report.count_found(report.suspects),
         written=list(map(_describe_set, report.written)),
         warnings=warnings and [(f"{step:,}", text) for step, text in warnings],
         parameters=[(name, f"{count:,}") for name, count in counts],

@@ -19,9 +19,8 @@ import subprocess
 import sys
 import tempfile
 
-from convbert_jax.analysis.tpu.chips import chip
-from convbert_jax.analysis.tpu.program import SHAPE, KernelCall, kernel_bytes, scheduled
-from convbert_jax.analysis.tpu.topology import make_devices
+from convbert_jax.analysis.hlo import SHAPE, KernelCall, kernel_bytes, scheduled
+from convbert_jax.analysis.tpu_devices import chip, make_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +110,7 @@ def price(function, *arguments, target: str, kernels: bool = True) -> Price:
 def price_compiled(compiled, target: str, kernels: bool = True) -> Price:
     """Sums the estimates for one device of a compiled program.
 
-    Collectives have no estimate; see collectives.py.
+    Collectives have no estimate; see `hlo.find_collectives`.
     """
     found = scheduled(compiled.as_text())
     calls: dict[tuple, int] = {}
@@ -186,10 +185,10 @@ def _profile(kernel: KernelCall, target: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         flag = f"--xla_jf_dump_static_llo_profile_to={folder}"
         done = subprocess.run(
-            [sys.executable, "-m", "convbert_jax.analysis.tpu.pricing"],
+            [sys.executable, "-m", "convbert_jax.analysis.tpu_pricing"],
             input=json.dumps({"target": target, **dataclasses.asdict(kernel)}),
             env=os.environ | {"LIBTPU_INIT_ARGS": flag},
-            cwd=pathlib.Path(__file__).parents[3],  # makes a checkout importable
+            cwd=pathlib.Path(__file__).parents[2],  # makes a checkout importable
             capture_output=True,
             text=True,
         )

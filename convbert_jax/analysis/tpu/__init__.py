@@ -1,1 +1,0 @@
-"""Memory, time and traffic of TPU programs, estimated by the TPU compiler."""
