@@ -22,7 +22,7 @@ with absent.told():
 
     from convbert_jax import console
     from convbert_jax.config import UserError
-    from convbert_jax.sweeps import cli, results, runs, slurm
+    from convbert_jax.sweeps import cli, results, runs
 
 _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _MISPLACED = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # a file for a folder, or vice versa
@@ -34,7 +34,7 @@ def main() -> None:
     try:
         request = cli.read(sys.argv, __doc__)
         if request.action == "submit":
-            slurm.check_installed()
+            cli.check_installed()
         expanded = runs.expand(request.sweep, request.folder, request.overrides)
         results.check_metrics(request.sweep, expanded)
     except UserError as error:
@@ -75,9 +75,7 @@ def _answer(request: cli.Request, expanded) -> None:
         _submit(request, len(expanded))
         return
     if request.action == "plan":
-        from convbert_jax.sweeps import plan
-
-        print(plan.describe(sweep, expanded, folder, request.topology, request.price))
+        print(runs.describe(sweep, expanded, folder, request.topology, request.price))
         return
     failed = {}
     if request.action == "run":
@@ -114,9 +112,9 @@ def _current(request: cli.Request, explorer, expanded):
 
 def _submit(request: cli.Request, count: int) -> None:
     command = (str(pathlib.Path(__file__).resolve()), *request.arguments)
-    worker = slurm.Worker(command, str(pathlib.Path.cwd()))
+    worker = cli.Worker(command, str(pathlib.Path.cwd()))
     name = f"sweep-{request.name}"
-    jobs = slurm.submit(name, request.folder, worker, request.workers, request.sbatch)
+    jobs = cli.submit(name, request.folder, worker, request.workers, request.sbatch)
     print(
         f"Submitted {len(jobs)} workers for {count} runs: job {jobs[0].partition('_')[0]}. Output: "
         f"{request.folder.path / 'slurm'}/JOB_0_log.out. Progress: --report."

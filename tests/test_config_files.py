@@ -9,7 +9,7 @@ import pytest
 
 from convbert_jax import config_files
 from convbert_jax.config import ConfigError, UserError
-from convbert_jax.sweeps.folder import Folder
+from convbert_jax.sweeps.table import Folder
 from convbert_jax.workdir import Workdir
 from tests.refusals import refused
 

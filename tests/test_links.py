@@ -10,7 +10,7 @@ from convbert_jax.config import Config, UserError
 from convbert_jax.data.units.lock import lock
 from convbert_jax.doctor import disk
 from convbert_jax.recipes.reports import page as report_page
-from convbert_jax.sweeps.folder import Folder
+from convbert_jax.sweeps.table import Folder
 from convbert_jax.training.reports.tensorboard import EventFile
 from convbert_jax.workdir import Workdir
 from tests.refusals import refused

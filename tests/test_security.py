@@ -18,8 +18,7 @@ from convbert_jax.data.sources import indexed_rows
 from convbert_jax.data.sources.source import open_source
 from convbert_jax.demo import __main__ as demo
 from convbert_jax.interop import conversion
-from convbert_jax.sweeps import cli as sweep_cli
-from convbert_jax.sweeps import runner
+from convbert_jax.sweeps import cli, runner
 from convbert_jax.sweeps.runs import expand
 from convbert_jax.training.environment import compilation
 from convbert_jax.workdir import Workdir
@@ -206,17 +205,17 @@ def test_a_sweep_executes_what_its_own_command_names_alone(evil, tmp_path):
         "    return Sweep('tiny', {{'mine': Variant({{{}}})}}, seeds=(0,))\n"
     )
     (tmp_path / "sweep.py").write_text(table.format("'init_from': 'evil'"))
-    request = sweep_cli.read(flags)
+    request = cli.read(flags)
     (run,) = expand(request.sweep, request.folder)
     assert not any("--plugins" in flag for flag in runner.command(run, request.folder))
     with pytest.raises(SystemExit):
         start(*runner.command(run, request.folder))
     assert not (evil / "executed").exists()
     (tmp_path / "sweep.py").write_text(table.format(f"'model.mixer': '{OWN}'"))
-    request = sweep_cli.read(flags)
+    request = cli.read(flags)
     (run,) = expand(request.sweep, request.folder)
     assert f"--plugins={OWN}" in runner.command(run, request.folder)
-    assert f"--plugins={OWN}" in sweep_cli.read((*flags, f"--plugins={OWN}")).arguments
+    assert f"--plugins={OWN}" in cli.read((*flags, f"--plugins={OWN}")).arguments
 
 
 @pytest.mark.parametrize(

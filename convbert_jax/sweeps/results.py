@@ -14,9 +14,8 @@ from convbert_jax.data.tasks import glue, own_task
 from convbert_jax.data.tasks.labelled_text import DEFAULT_METRICS
 from convbert_jax.finetuning.results import RunResult, read_results, runs_of
 from convbert_jax.finetuning.tasks import question_answering
-from convbert_jax.sweeps import plan
-from convbert_jax.sweeps.folder import FINISHED, Folder
-from convbert_jax.sweeps.table import FINETUNE, PRETRAIN, Run, Sweep, SweepError
+from convbert_jax.sweeps.runs import count_flops, count_parameters, count_tokens, describe_changes
+from convbert_jax.sweeps.table import FINETUNE, FINISHED, PRETRAIN, Folder, Run, Sweep, SweepError
 from convbert_jax.training.reports.reporting import read_metrics
 from convbert_jax.workdir import Workdir
 
@@ -171,10 +170,10 @@ def collect(name: str, sweep: Sweep, runs: Sequence[Run], folder: Folder) -> Swe
         purpose=sweep.purpose,
         variants={
             variant: VariantInfo(
-                plan.describe_changes(sweep.variants[variant], first[variant]),
-                plan.count_parameters(first[variant], folder),
-                plan.count_tokens(first[variant]),
-                plan.count_flops(first[variant], folder),
+                describe_changes(sweep.variants[variant], first[variant]),
+                count_parameters(first[variant], folder),
+                count_tokens(first[variant]),
+                count_flops(first[variant], folder),
             )
             for variant in sweep.variants
         },
@@ -218,7 +217,7 @@ def read_curve(run: Run, folder: Folder) -> tuple[dict[str, float], ...]:
     trained = [r for r in records if r["split"] == "train"]
     tokens, flops = config.train.batch_size * config.data.length, math.nan
     if not config.reads_pairs:
-        flops = plan.count_flops(run, folder) / config.train.steps
+        flops = count_flops(run, folder) / config.train.steps
     elif trained:  # the mean of its batches, which vary
         tokens = trained[0]["tokens"] / trained[0]["step"]
     timed = [r["seconds_per_step"] for r in trained if "seconds_per_step" in r]

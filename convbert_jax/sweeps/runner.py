@@ -24,9 +24,8 @@ from convbert_jax.command_line import overrides
 from convbert_jax.config import UserError, to_dict, to_text
 from convbert_jax.config.checks import plugins
 from convbert_jax.sweeps import results
-from convbert_jax.sweeps.folder import FAILED, FINISHED, STARTED, Folder, Record
 from convbert_jax.sweeps.search import Explorer
-from convbert_jax.sweeps.table import Run
+from convbert_jax.sweeps.table import FAILED, FINISHED, STARTED, Folder, Record, Run
 from convbert_jax.training.environment.signals import StopSignals
 from convbert_jax.training.reports.timing import format_seconds
 

@@ -14,10 +14,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from convbert_jax.config import UserError, to_text
-from convbert_jax.sweeps import plan, results
-from convbert_jax.sweeps.folder import FINISHED, Folder, Record
-from convbert_jax.sweeps.runs import check_unchanged, expand, identity
-from convbert_jax.sweeps.table import Run, Sweep, SweepError, Variant
+from convbert_jax.sweeps import results
+from convbert_jax.sweeps.runs import (
+    check_unchanged,
+    count_flops,
+    count_parameters,
+    expand,
+    identity,
+)
+from convbert_jax.sweeps.table import FINISHED, Folder, Record, Run, Sweep, SweepError, Variant
 
 _VARIANT, _DEFINITION = "variant", "definition"  # attributes of a trial, of the study
 _ATTEMPTS = 60  # proposals that are known, invalid or above the budget, until the search ends
@@ -51,8 +56,8 @@ class Explorer:
         self._check_definition()
         self._known = {self._identity(run) for run in runs}
         self._limits = [
-            (plan.count_flops, self._search.max_flops),
-            (plan.count_parameters, self._search.max_parameters),
+            (count_flops, self._search.max_flops),
+            (count_parameters, self._search.max_parameters),
         ]
         if self._search.budget_of:
             like = next(run for run in runs if run.variant == self._search.budget_of)

@@ -3,7 +3,7 @@
 import pytest
 
 from convbert_jax.sweeps import runner
-from convbert_jax.sweeps.folder import Folder
+from convbert_jax.sweeps.table import Folder
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import threading
 import time
 
 from convbert_jax.sweeps import runner
-from convbert_jax.sweeps.folder import Folder
+from convbert_jax.sweeps.table import Folder
 
 
 class FakeRuns:

@@ -3,7 +3,7 @@
 import pytest
 
 from convbert_jax.config import UserError
-from convbert_jax.sweeps import Task, cli, slurm
+from convbert_jax.sweeps import Task, cli
 from tests.refusals import refused
 
 SBATCH = "--partition=gpu --gpus=1 --time=1-02 --cpus-per-task=4 --exclusive"
@@ -102,4 +102,4 @@ def test_a_worker_on_a_cluster_gets_the_same_command_line(tmp_path):
 
 def test_times_are_read_as_sbatch_reads_them():
     minutes = {"5": 5, "90:30": 90, "2:30:00": 150, "1-02": 1560, "1-02:03": 1563}
-    assert {time: slurm.read_options(f"--time={time}")["time"] for time in minutes} == minutes
+    assert {time: cli.read_options(f"--time={time}")["time"] for time in minutes} == minutes

@@ -9,9 +9,15 @@ from convbert_jax.analysis import flops, overview, plans
 from convbert_jax.config import to_dict
 from convbert_jax.interop import matching
 from convbert_jax.sweeps import Sweep, SweepError, Variant
-from convbert_jax.sweeps.folder import FINISHED, Record
-from convbert_jax.sweeps.plan import count_flops, count_parameters, describe, describe_changes
-from convbert_jax.sweeps.runs import check_files, expand
+from convbert_jax.sweeps.runs import (
+    check_files,
+    count_flops,
+    count_parameters,
+    describe,
+    describe_changes,
+    expand,
+)
+from convbert_jax.sweeps.table import FINISHED, Record
 from tests.refusals import refused
 
 VARIANTS = {"attention": Variant({"model.mixer": "attention"}), "mixed": Variant()}

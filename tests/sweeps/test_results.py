@@ -12,8 +12,8 @@ from convbert_jax.files import DamagedFileError
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.results import RunResult, append_result
 from convbert_jax.sweeps import Search, Sweep, SweepError, Task, Variant, results
-from convbert_jax.sweeps.folder import FAILED, FINISHED, Record
 from convbert_jax.sweeps.runs import expand
+from convbert_jax.sweeps.table import FAILED, FINISHED, Record
 from tests.refusals import refused
 
 SWEEP = Sweep(

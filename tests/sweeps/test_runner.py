@@ -11,8 +11,8 @@ import pytest
 
 from convbert_jax.config import UserError, to_dict
 from convbert_jax.sweeps import Sweep, Task, Variant, runner
-from convbert_jax.sweeps.folder import FAILED, FINISHED, STARTED, Folder, Record
 from convbert_jax.sweeps.runs import expand
+from convbert_jax.sweeps.table import FAILED, FINISHED, STARTED, Folder, Record
 from tests.sweeps.fake_runs import FakeRuns, in_threads
 
 SWEEP = Sweep(

@@ -10,8 +10,8 @@ from convbert_jax.config import Config, to_dict
 from convbert_jax.files import DamagedFileError
 from convbert_jax.interop import matching
 from convbert_jax.sweeps import Search, Sweep, SweepError, Task, Variant
-from convbert_jax.sweeps.folder import FINISHED, STARTED, Record
 from convbert_jax.sweeps.runs import check_files, check_unchanged, expand
+from convbert_jax.sweeps.table import FINISHED, STARTED, Record
 from tests.refusals import refused
 
 VARIANTS = {"attention": Variant({"model.mixer": "attention"}), "mixed": Variant()}

@@ -9,10 +9,10 @@ import pytest
 
 from convbert_jax import config_files
 from convbert_jax.config import to_dict
-from convbert_jax.sweeps import Search, Sweep, SweepError, Task, Variant, plan
-from convbert_jax.sweeps.folder import FINISHED, Record
-from convbert_jax.sweeps.runs import check_unchanged, expand
+from convbert_jax.sweeps import Search, Sweep, SweepError, Task, Variant
+from convbert_jax.sweeps.runs import check_unchanged, count_flops, count_parameters, expand
 from convbert_jax.sweeps.search import Explorer
+from convbert_jax.sweeps.table import FINISHED, Record
 from tests.refusals import refused
 from tests.sweeps.fake_runs import FakeRuns, in_threads
 
@@ -74,8 +74,8 @@ def test_a_search_finds_variants_within_the_budget_and_continues(fake):
     assert sorted(run.id for run in runs) == sorted(fake.started)
     assert check_unchanged(runs, fake.folder) == (0, [])
     for run in runs[: len(variants)]:
-        assert plan.count_parameters(run, fake.folder) <= budget["max_parameters"]
-        assert plan.count_flops(run, fake.folder) <= budget["max_flops"]
+        assert count_parameters(run, fake.folder) <= budget["max_parameters"]
+        assert count_flops(run, fake.folder) <= budget["max_flops"]
         assert run.config.model.head_ratio == 2
     assert values(explorer) == {
         name: pytest.approx(variant.changes["model.kernel_size"] + 0.05)  # mean over seeds 0, 1
@@ -90,7 +90,7 @@ def test_the_budget_of_a_variant_is_that_of_its_run(fake):
     explorer, _ = search(fake, sweep)
     given, *found = expand(dataclasses.replace(explorer.sweep, seeds=(0,)), fake.folder)
     assert len(found) == 3
-    for count in (plan.count_parameters, plan.count_flops):
+    for count in (count_parameters, count_flops):
         assert max(count(run, fake.folder) for run in found) <= count(given, fake.folder)
 
 

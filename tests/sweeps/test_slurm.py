@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from convbert_jax.sweeps import SweepError, slurm
-from convbert_jax.sweeps.folder import Folder
+from convbert_jax.sweeps import SweepError, cli
+from convbert_jax.sweeps.table import Folder
 from tests.refusals import refused
 
 pytest.importorskip("submitit")
 
-SCRIPT = pathlib.Path(slurm.__file__).parents[2] / "launch" / "sweep.py"
+SCRIPT = pathlib.Path(cli.__file__).parents[2] / "launch" / "sweep.py"
 OPTIONS = "--partition=gpu --gpus=1 --time=1-02 --cpus-per-task=4 --exclusive"
 # Stubs record their arguments; sbatch keeps the script, srun executes its command.
 TOOLS = {
@@ -90,9 +90,9 @@ def cluster(tmp_path, monkeypatch) -> Cluster:
 
 def test_a_job_is_requeued_after_its_run_has_saved(cluster):
     (cluster.folder / "worker.py").write_text(WORKER)
-    worker = slurm.Worker(("worker.py",), str(cluster.folder))
+    worker = cli.Worker(("worker.py",), str(cluster.folder))
     folder = Folder(cluster.folder / "sweep")
-    ids = slurm.submit("sweep-x", folder, worker, 2, slurm.read_options(OPTIONS))
+    ids = cli.submit("sweep-x", folder, worker, 2, cli.read_options(OPTIONS))
     assert ids == ["77_0", "77_1"]
     assert worker.checkpoint().function == worker  # before it has started a process
     script = (cluster.folder / "script").read_text()
@@ -126,18 +126,18 @@ def test_a_refusal_of_sbatch_is_reported(cluster):
     (cluster.folder / "bin" / "sbatch").write_text(
         "#!/bin/bash\necho 'sbatch: error: invalid partition specified: gpu' >&2; exit 1\n"
     )
-    worker = slurm.Worker(("x",), ".")
+    worker = cli.Worker(("x",), ".")
     with refused(SweepError, "sbatch: error: invalid partition specified: gpu"):
-        slurm.submit("x", Folder(cluster.folder / "sweep"), worker, 2, {"time": 60})
+        cli.submit("x", Folder(cluster.folder / "sweep"), worker, 2, {"time": 60})
 
 
 def test_a_missing_program_or_package_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with refused(SweepError, "sbatch", field="--slurm"):
-        slurm.check_installed()
-    monkeypatch.setattr(slurm.importlib.util, "find_spec", lambda name: None)
+        cli.check_installed()
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
     with refused(SweepError, "pip install submitit", field="--slurm"):
-        slurm.check_installed()
+        cli.check_installed()
 
 
 def test_the_command_submits_workers_and_starts_no_run(cluster):

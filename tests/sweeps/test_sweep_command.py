@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from convbert_jax.sweeps import slurm
+from convbert_jax.sweeps import cli
 from convbert_jax.training.checkpoints.reading import load_arrays
 from convbert_jax.workdir import Workdir
 from tests import compiling
@@ -198,9 +198,9 @@ def test_jobs_of_submitit_divide_the_runs_and_are_requeued(table, tmp_path, monk
     monkeypatch.setenv("XLA_FLAGS", compiling.flags(1))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     executor = submitit.LocalExecutor(tmp_path / "slurm")
-    executor.update_parameters(timeout_min=30, setup=[slurm.set_path()], stderr_to_stdout=True)
+    executor.update_parameters(timeout_min=30, setup=[cli.set_path()], stderr_to_stdout=True)
     command = (str(SCRIPT), f"--config={table}", f"--workdir={tmp_path}")
-    jobs = executor.submit_array([slurm.Worker(command, str(table.parent))] * 2)
+    jobs = executor.submit_array([cli.Worker(command, str(table.parent))] * 2)
     await_checkpoint(tmp_path, lambda: not all(job.done() for job in jobs))
     holder = (tmp_path / "runs/wide/seed-0/pretrain.lock").read_text()
     worker = pathlib.Path(f"/proc/{holder.split()[1]}/stat").read_text()
