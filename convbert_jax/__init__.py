@@ -25,8 +25,7 @@ from convbert_jax.config.errors import UserError
 
 if TYPE_CHECKING:
     from convbert_jax.config import Config
-    from convbert_jax.inference.model import Model
-    from convbert_jax.inference.writing.model import TextModel
+    from convbert_jax.inference.model import Model, TextModel
     from convbert_jax.recipes import FinetuningResult, PretrainingResult
 
 __all__ = ["UserError", "finetune", "load", "load_config", "pretrain"]

@@ -14,7 +14,7 @@ import convbert_jax
 from convbert_jax import recipes
 from convbert_jax.config import UserError, to_config_dict
 from convbert_jax.inference import model as model_module
-from convbert_jax.inference.writing import model as writing_model
+from convbert_jax.inference import model as writing_model
 from tests import runs
 from tests.refusals import refused
 

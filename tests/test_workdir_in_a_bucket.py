@@ -17,7 +17,7 @@ import pytest
 from convbert_jax import files, ownership
 from convbert_jax.config import Config, UserError
 from convbert_jax.finetuning import results, unfinished
-from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.finetuning.results import Setting
 from convbert_jax.interop import conversion
 from convbert_jax.ownership import OwnershipError
 from convbert_jax.recipes.reports import page as report_page

@@ -103,8 +103,7 @@ def compare_forward(models: Models, shapes, rounds: int) -> Iterator[str]:
     import jax.numpy as jnp
     import numpy as np
 
-    from convbert_jax.inference import readouts
-    from convbert_jax.inference.network import NetworkOnDevice
+    from convbert_jax.inference.network import POOLINGS, NetworkOnDevice
 
     network = NetworkOnDevice(models.ours.networks["main"], jnp.dtype(models.dtype))
     rng = np.random.default_rng(0)
@@ -115,7 +114,7 @@ def compare_forward(models: Models, shapes, rounds: int) -> Iterator[str]:
         batch = dict(zip(names, (array.astype(np.int32) for array in inputs), strict=True))
 
         def ours(batch=batch):
-            return np.asarray(network.run(batch, readouts.POOLINGS["none"])["vectors"])[0]
+            return np.asarray(network.run(batch, POOLINGS["none"])["vectors"])[0]
 
         def onnx(inputs=inputs):
             return models.run_onnx(*inputs)

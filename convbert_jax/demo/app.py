@@ -15,8 +15,7 @@ import werkzeug.serving
 from werkzeug import exceptions
 
 from convbert_jax.config import OutputsSection, UserError
-from convbert_jax.inference.model import Model
-from convbert_jax.inference.writing.model import TextModel
+from convbert_jax.inference.model import Model, TextModel
 
 _MOST_BYTES = 2**16  # of a request
 _USAGE = 'send {"texts": ["a text"]}'

@@ -22,6 +22,7 @@ from convbert_jax.data.tasks.length_buckets import (
 )
 from convbert_jax.finetuning.predictions.collected import ROW, Predicted, rows_evaluator
 from convbert_jax.finetuning.programs import Programs, narrow_head, widen_head
+from convbert_jax.finetuning.results import Setting
 from convbert_jax.finetuning.tasks.task import FinetuneTask, FinetuningError
 from convbert_jax.finetuning.unfinished import Unfinished
 from convbert_jax.interfaces.batch import FinetuneBatch
@@ -38,17 +39,6 @@ from convbert_jax.training.task import Params
 _IN_FLIGHT = 4  # dispatched steps before the host waits
 _LOG_EVERY = 30.0  # seconds between progress lines without a terminal
 _TIMED_SECONDS = 5.0  # measured step time before a remaining time is shown
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """Hyperparameters that a search varies."""
-
-    learning_rate: float
-    epochs: float
-
-    def __str__(self) -> str:
-        return f"learning rate {self.learning_rate:g}, {self.epochs:g} epochs"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 from etils import epath
 
 from convbert_jax import files
-from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.tasks.task import Scores
 from convbert_jax.workdir import Workdir
 
@@ -27,6 +26,17 @@ _FIELDS = {
     "examples_per_second": _NUMBER,
 }
 _REMEDY = "delete that line to train its run again; other runs are not affected"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Hyperparameters that a search varies."""
+
+    learning_rate: float
+    epochs: float
+
+    def __str__(self) -> str:
+        return f"learning rate {self.learning_rate:g}, {self.epochs:g} epochs"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from convbert_jax import files
 from convbert_jax.config import Config, to_dict
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.finetuning import fitting, origin
-from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.finetuning.results import Setting
 from convbert_jax.finetuning.programs import Programs
 from convbert_jax.finetuning.results import (
     RunResult,

@@ -1,4 +1,4 @@
-"""An encoder applied to texts: embeddings, filled masks, replaced tokens, predictions."""
+"""The models that `convbert_jax.load` returns: `Model` for encoders, `TextModel` for generation."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,14 +11,28 @@ from absl import logging
 from convbert_jax.config import Config, UserError
 from convbert_jax.data.errors import shorten
 from convbert_jax.data.inputs import input_rows, reading
-from convbert_jax.data.inputs.arguments import as_rows, as_single_texts, as_texts, whole_number
+from convbert_jax.data.inputs.arguments import (
+    ArgumentError,
+    as_rows,
+    as_single_texts,
+    as_texts,
+    whole_number,
+)
 from convbert_jax.data.tasks.encoding import Rows, encode_texts, pad_rows
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.inference import finetuned, masked_text, readouts, stream
-from convbert_jax.inference.answering import QuestionAnswerer
-from convbert_jax.inference.network import NetworkOnDevice
-from convbert_jax.inference.predictor import Predictor
+from convbert_jax.inference import stream
+from convbert_jax.inference.generation import Writer, change_decoding, read_mean
+from convbert_jax.inference.network import (
+    POOLINGS,
+    NetworkOnDevice,
+    predict_masked,
+    predict_replaced,
+)
+from convbert_jax.inference.predictor import Predictor, QuestionAnswerer, make_predictor
+from convbert_jax.inference.texts import Filled, encode_masked, fill_mask, mask_token
 from convbert_jax.interop.networks import Network
+from convbert_jax.interop.runs.vocabulary import read_tokenizers
+from convbert_jax.workdir import Workdir
 
 Text = str | Sequence[str]  # one, or a pair as ("first", "second")
 _AT_ONCE = 4_096  # texts that are tokenized and computed together
@@ -93,7 +107,7 @@ class Model:
     @property
     def mask_token(self) -> str:
         """Mask token in the texts of `fill_mask`."""
-        return masked_text.mask_token(self.tokenizer)
+        return mask_token(self.tokenizer)
 
     def tokenize(
         self, texts: Text | Sequence[Text], *, length: int | None = None
@@ -149,9 +163,9 @@ class Model:
         >>> model.encode("a text", pooling="none").shape == (len(model.tokenize("a text")), 32)
         True
         """
-        if not isinstance(pooling, str) or pooling not in readouts.POOLINGS:
+        if not isinstance(pooling, str) or pooling not in POOLINGS:
             raise ModelError(
-                f"is unknown. Choose from {', '.join(readouts.POOLINGS)}.",
+                f"is unknown. Choose from {', '.join(POOLINGS)}.",
                 field="pooling",
                 value=pooling,
             )
@@ -162,9 +176,7 @@ class Model:
         for chunk in _chunks(examples):
             rows = self._encode_texts(chunk, length)
             network = self.network("main")
-            vectors = network.apply(rows, readouts.POOLINGS[pooling], batch_size=batch_size)[
-                "vectors"
-            ]
+            vectors = network.apply(rows, POOLINGS[pooling], batch_size=batch_size)["vectors"]
             if pooling == "none":
                 # a view would keep the padding of its whole batch in memory
                 vectors = [v[:n].copy() for v, n in zip(vectors, rows.lengths, strict=True)]
@@ -221,7 +233,7 @@ class Model:
         return results[0] if single else results
 
     def _fill_chunk(self, texts, network: NetworkOnDevice, top_k, length, batch_size) -> list:
-        pieces = self._cut([masked_text.encode(self.tokenizer, text) for text in texts], length)
+        pieces = self._cut([encode_masked(self.tokenizer, text) for text in texts], length)
         rows = pad_rows(pieces, length, pad=self.tokenizer.special.pad)
         holes = [np.flatnonzero(np.equal(ids, self.tokenizer.special.mask)) for ids in pieces]
         self._check_holes(texts, holes, length)
@@ -232,7 +244,7 @@ class Model:
             row[: len(found)] = found
         option = (top_k, self.tokenizer.vocab_size)
         best = network.apply(
-            rows.with_columns(places=places), readouts.fill, option, batch_size=batch_size
+            rows.with_columns(places=places), predict_masked, option, batch_size=batch_size
         )
         results = []
         for number, (text, found) in enumerate(zip(texts, holes, strict=True)):
@@ -276,7 +288,7 @@ class Model:
             pieces = self._cut([ids for ids, _ in encoded], length)
             rows = pad_rows(pieces, length, pad=self.tokenizer.special.pad)
             network = self.network("main")
-            found = network.apply(rows, readouts.suspect, batch_size=batch_size)
+            found = network.apply(rows, predict_replaced, batch_size=batch_size)
             for number, (ids, places) in enumerate(encoded):
                 count = int(rows.lengths[number]) - 2
                 scores = found["probability"][number][1 : 1 + count]
@@ -325,9 +337,7 @@ class Model:
                 f"(convbert_jax.finetune with init_from={self.path}).",
                 path=self.path,
             )
-        predictor = finetuned.make_predictor(
-            self.config, self._finetuned_params, self.tokenizer, self._dtype
-        )
+        predictor = make_predictor(self.config, self._finetuned_params, self.tokenizer, self._dtype)
         return predictor, reading.describe_model_input(self.config)
 
     def _has(self, name: str, head: str) -> bool:
@@ -384,14 +394,13 @@ class Model:
                     "for each token to predict."
                 )
 
-    def _describe(self, text: str, hole: int, scores, tokens) -> list[masked_text.Filled]:
-        fill = functools.partial(masked_text.fill, self.tokenizer, text, hole)
+    def _describe(self, text: str, hole: int, scores, tokens) -> list[Filled]:
         return [
-            masked_text.Filled(
+            Filled(
                 score=float(score),
                 token=int(token),
                 token_str=self.tokenizer.decode([token]) or self.tokenizer.entries[token],
-                sequence=fill(int(token)),
+                sequence=fill_mask(self.tokenizer, text, hole, int(token)),
             )
             for score, token in zip(scores, tokens, strict=True)
         ]
@@ -403,3 +412,109 @@ _HEADS = ("mlm_head", "rtd_head", "pair_head", "sequence_head", "token_head", "s
 def _chunks(texts: Sequence) -> Iterator[Sequence]:
     for start in range(0, len(texts), _AT_ONCE):
         yield texts[start : start + _AT_ONCE]
+
+
+class TextModel:
+    """A generative model with its tokenizers.
+
+    Attributes:
+      path: folder of the run.
+      config: config of the run.
+      step: number of training steps.
+      tokenizers: source and target tokenizer.
+    """
+
+    def __init__(self, path: str, config: Config, step: int | None, *, dtype: jnp.dtype):
+        """
+        Args:
+          step: step of the checkpoint, None for the newest.
+          dtype: dtype of the computation; scores are float32.
+
+        Raises:
+          UserError: the run cannot be read.
+        """
+        workdir = Workdir(path)
+        self.path, self.config = path, config
+        self.tokenizers: tuple[Tokenizer, Tokenizer] = read_tokenizers(workdir, config)
+        (*_, self.step), params = read_mean(workdir, config, step)
+        self._writer = Writer(config, params, self.tokenizers, dtype)
+
+    def __repr__(self) -> str:
+        return f"<TextModel {self.path}: {self.config.recipe}, step {self.step}>"
+
+    @property
+    def abilities(self) -> tuple[str, ...]:
+        """Supported methods: `write`; `translate` and `summarize` are the same, by recipe."""
+        return ("write",)
+
+    def translate(self, texts: str | Sequence[str], **decoding: Any) -> Any:
+        """Translates texts.
+
+        Args:
+          texts: texts in the source language; a single string is one text.
+          decoding: fields of config.decoding to change, as `beam=8`, `method="greedy"` or
+            `n_best=4`.
+
+        Returns:
+          A list with the translation of each text. With n_best > 1 each item is a list of at most
+          n_best (text, score) in decreasing order; score = log probability /
+          tokens^length_penalty. For a single string its item.
+
+        Raises:
+          ModelError: the run is not a translation model.
+          ArgumentError: `texts` is not texts, or a text is empty or too long.
+          ConfigError: the decoding fields are invalid.
+
+        >>> translator = convbert_jax.load("runs/pairs")
+        >>> len(translator.translate(["a text", "another"]))
+        2
+        >>> best, *_ = translator.translate("a text", beam=3, n_best=2)
+        >>> best.score <= 0
+        True
+        """
+        return self._write("translation", "translate", texts, decoding)
+
+    def summarize(self, texts: str | Sequence[str], **decoding: Any) -> Any:
+        """Summarizes texts; arguments, results and errors: see `translate`."""
+        return self._write("summarization", "summarize", texts, decoding)
+
+    def write(self, texts: str | Sequence[str], **decoding: Any) -> Any:
+        """Generates texts with a model of any recipe.
+
+        text_to_text returns outputs, causal_lm the prompts with their continuation, and
+        span_corruption the texts with every [MASK] filled. Arguments, results and errors: see
+        `translate`; a prompt may be empty.
+        """
+        return self._write(self.config.recipe, "write", texts, decoding)
+
+    def encode(self, *_: Any, **__: Any) -> None:
+        """Raises ModelError: only encoders have embeddings."""
+        raise ModelError(
+            f"{self.path} is a generative model (config.recipe='{self.config.recipe}') without "
+            "embeddings of texts. Load a run of an encoder.",
+            path=self.path,
+        )
+
+    def _write(self, recipe: str, name: str, texts, fields: dict[str, Any]) -> Any:
+        own = {"translation": "translate", "summarization": "summarize"}
+        if self.config.recipe != recipe:
+            fitting = own.get(self.config.recipe, "write")
+            raise ModelError(
+                f"{self.path} is a run of config.recipe='{self.config.recipe}'. Call "
+                f"{fitting}() instead of {name}().",
+                path=self.path,
+            )
+        if "average" in fields:
+            raise ModelError(
+                f"average={fields['average']} must be set when the model is loaded: "
+                f"convbert_jax.load({self.path!r}, average={fields['average']})."
+            )
+        given, single = as_single_texts(texts)
+        decoding = change_decoding(self.config, fields).decoding
+        answers = self._writer.write(given, decoding)
+        for number, answer in enumerate(answers):
+            if answer.problem:
+                raise ArgumentError(f"texts[{number}] {answer.problem}.")
+        several = decoding.n_best > 1
+        found = [list(a.texts) if several else a.texts[0].text for a in answers]
+        return found[0] if single else found

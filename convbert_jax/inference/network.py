@@ -1,4 +1,8 @@
-"""Applies a network to rows on the device, batched by length in a few compiled shapes."""
+"""Applies a network to rows on the device, batched by length in a few compiled shapes.
+
+Functions of hidden states (`Finish`), such as pooling or predictions for masked tokens, are part of
+the compiled program.
+"""
 
 import dataclasses
 import functools
@@ -172,3 +176,50 @@ def _buckets(rows: Rows) -> tuple[int, ...]:
     if dispatch.platform() == "cpu":
         lengths += [8, 12, *(length * 3 // 2 for length in lengths)]
     return choose_buckets(lengths, width)
+
+
+def _mean(parts, hidden, batch, _):
+    real = (batch["segment_ids"] > 0)[..., None]
+    total = jnp.where(real, hidden.astype(jnp.float32), 0.0).sum(axis=1)
+    return {"vectors": total / real.sum(axis=1)}
+
+
+def _first(parts, hidden, batch, _):
+    return {"vectors": hidden[:, 0].astype(jnp.float32)}
+
+
+def _all(parts, hidden, batch, _):
+    return {"vectors": hidden.astype(jnp.float32)}
+
+
+POOLINGS = {"mean": _mean, "cls": _first, "none": _all}
+
+
+def predict_masked(parts, hidden, batch, option):
+    """Returns the most probable tokens at batch["places"] [B, M].
+
+    Args:
+      option: (top_k, number of vocabulary entries; a padded embedding table has more rows).
+
+    Returns:
+      `scores` and `tokens`, [B, M, top_k].
+    """
+    top_k, entries = option
+    picked = jnp.take_along_axis(hidden, batch["places"][..., None], axis=1)
+    logits = parts["mlm_head"](picked, parts["embeddings"])[..., :entries]
+    scores, tokens = jax.lax.top_k(jax.nn.softmax(logits), top_k)
+    return {"scores": scores, "tokens": tokens}
+
+
+def captured(parts, encoded, batch, _):
+    """Returns the captures of each stage as "STAGE/NAME" [B, layers, ...]."""
+    _, seen = encoded
+    return {
+        f"{stage}/{name}": jnp.swapaxes(array, 0, 1)
+        for stage, arrays in enumerate(seen)
+        for name, array in arrays.items()
+    }
+
+
+def predict_replaced(parts, hidden, batch, _):
+    return {"probability": jax.nn.sigmoid(parts["rtd_head"](hidden))}

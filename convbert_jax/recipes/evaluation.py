@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from convbert_jax import files, links
 from convbert_jax.analysis import pretraining_report
 from convbert_jax.config import Config
-from convbert_jax.inference.writing.reading import read_mean
+from convbert_jax.inference.generation import read_mean
 from convbert_jax.interop.runs.vocabulary import check_learned
 from convbert_jax.recipes import prepared, start, tasks
 from convbert_jax.recipes.results import EvaluationResult

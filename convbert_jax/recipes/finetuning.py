@@ -28,7 +28,7 @@ from convbert_jax.finetuning.results import TaskResult, read_results
 from convbert_jax.finetuning.scores import score_table
 from convbert_jax.finetuning.tasks import classification, question_answering
 from convbert_jax.finetuning.tasks.task import FinetuneTask
-from convbert_jax.inference import finetuned
+from convbert_jax.inference import loading
 from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.networks import stack, to_tree
 from convbert_jax.recipes import start
@@ -178,7 +178,7 @@ def open_tasks(config: Config, tokenizer: Tokenizer | None) -> list[Callable[[],
             field="config.finetune.tasks",
         )
     distill_from = config.finetune.distill_from
-    teacher = finetuned.open_teacher(distill_from) if distill_from else None
+    teacher = loading.open_teacher(distill_from) if distill_from else None
     makers, absent = [], []
     for name in names:
         if name in question_answering.VERSIONS:

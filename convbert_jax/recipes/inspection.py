@@ -20,10 +20,9 @@ from convbert_jax.config import UserError
 from convbert_jax.data.corpus import batching
 from convbert_jax.data.tables import text_lines
 from convbert_jax.data.tasks.encoding import Rows, pad_rows
-from convbert_jax.inference import loading, readouts
-from convbert_jax.inference.model import Model
-from convbert_jax.inference.network import NetworkOnDevice, take
-from convbert_jax.inference.writing.model import TextModel
+from convbert_jax.inference import loading
+from convbert_jax.inference.model import Model, TextModel
+from convbert_jax.inference.network import NetworkOnDevice, captured, take
 from convbert_jax.interop.runs.vocabulary import check_learned
 from convbert_jax.recipes import prepared
 from convbert_jax.recipes.results import InspectionResult
@@ -291,7 +290,7 @@ def _run(
     starts = np.cumsum([0, *(stage.depth for stage in encoder.stages)])
     for start in range(0, len(rows), at_once):
         chosen = take(rows, np.arange(start, min(start + at_once, len(rows))))
-        found = network.apply(chosen, readouts.captured, batch_size=at_once, capture=capture)
+        found = network.apply(chosen, captured, batch_size=at_once, capture=capture)
         for text, n in enumerate(chosen.lengths):
             seen: dict[str, dict[int, np.ndarray]] = {"attention": {}, "filters": {}}
             for name, arrays in found.items():

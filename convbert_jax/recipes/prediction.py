@@ -20,13 +20,12 @@ from convbert_jax.data.tables.table_formats import Source
 from convbert_jax.data.tables.text_lines import Stream
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.files import expand, replacing, try_lock, unfinished_name
-from convbert_jax.inference import finetuned
-from convbert_jax.inference import output as prediction_output
-from convbert_jax.inference import resume as prediction_resume
+from convbert_jax.inference import loading
+from convbert_jax.inference import stream as prediction_output
+from convbert_jax.inference import stream as prediction_resume
 from convbert_jax.inference import stream as prediction_stream
-from convbert_jax.inference.predictor import Answer
-from convbert_jax.inference.writing.reading import change_decoding, read_mean
-from convbert_jax.inference.writing.writer import Writer
+from convbert_jax.inference.generation import Writer, change_decoding, read_mean
+from convbert_jax.inference.predictor import Answer, make_predictor
 from convbert_jax.interop import matching
 from convbert_jax.interop.runs.vocabulary import read_tokenizers
 from convbert_jax.recipes.results import PredictionResult
@@ -100,10 +99,10 @@ def _open_model(
             field=f"config.decoding.{next(iter(decoding))}",
             path=path,
         )
-    config, params, tokenizer = finetuned.read_finetuned(path, len(texts) or None)
+    config, params, tokenizer = loading.read_finetuned(path, len(texts) or None)
     reads = reading.describe_model_input(config, texts)
     dtype = _choose_dtype(config)
-    predictor = finetuned.make_predictor(config, params, tokenizer, dtype)
+    predictor = make_predictor(config, params, tokenizer, dtype)
     return _Opened(config, params, (tokenizer,), reads, predictor.answer, plain=False)
 
 

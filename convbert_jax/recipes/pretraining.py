@@ -13,7 +13,7 @@ from convbert_jax.analysis import overview, pretraining_report
 from convbert_jax.config import Config, UserError, network, sequences
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.data.units import beam_pipeline
-from convbert_jax.inference.writing.reading import read_mean
+from convbert_jax.inference.generation import read_mean
 from convbert_jax.interop import conversion
 from convbert_jax.interop.networks import abstract_params, outline, split
 from convbert_jax.interop.runs.vocabulary import check_learned, keep_vocabularies

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from convbert_jax.finetuning import fitting
-from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.finetuning.results import Setting
 from convbert_jax.finetuning.predictions.collected import ROW, rows_evaluator
 from convbert_jax.finetuning.programs import Programs, narrow_head, widen_head
 from convbert_jax.finetuning.tasks import classification

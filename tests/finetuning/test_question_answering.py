@@ -19,8 +19,8 @@ from convbert_jax.finetuning import run
 from convbert_jax.finetuning.programs import Programs
 from convbert_jax.finetuning.tasks import question_answering
 from convbert_jax.finetuning.tasks.task import FinetuningError
-from convbert_jax.inference.answering import QuestionAnswerer
-from convbert_jax.inference.finetuned import make_predictor, read_finetuned
+from convbert_jax.inference.loading import read_finetuned
+from convbert_jax.inference.predictor import QuestionAnswerer, make_predictor
 from convbert_jax.interfaces.batch import AnswerBatch
 from convbert_jax.training import sharding
 from convbert_jax.workdir import Workdir

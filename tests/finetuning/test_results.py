@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from convbert_jax import files
 from convbert_jax.finetuning import results
-from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.finetuning.results import Setting
 from convbert_jax.workdir import Workdir
 from tests.refusals import refused
 

@@ -17,11 +17,11 @@ from convbert_jax.config import Config, ConfigError, FinetuneSection, ModelSecti
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
 from convbert_jax.finetuning import fitting, results, run, unfinished
-from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.finetuning.results import Setting
 from convbert_jax.finetuning.predictions.collected import rows_evaluator
 from convbert_jax.finetuning.programs import Programs
 from convbert_jax.finetuning.tasks.task import FinetuningError
-from convbert_jax.inference import finetuned
+from convbert_jax.inference import loading
 from convbert_jax.inference.predictor import Predictor
 from convbert_jax.interop import sources
 from convbert_jax.interop.networks import ConversionError, initial_params, split
@@ -178,7 +178,7 @@ def test_a_saved_model_predicts_what_the_run_predicted(finished, make_config):
     """Config, vocabulary and labels come from the model's folder."""
     _, result = finished
     place = result.folders[0]
-    config, params, tokenizer = finetuned.read_finetuned(str(place))
+    config, params, tokenizer = loading.read_finetuned(str(place))
     assert config.outputs.labels == ("label 0", "label 1")
     predictor = Predictor(config, params, tokenizer, jnp.float32)
     lines = (place / "predictions" / "test.jsonl").read_text().splitlines()
@@ -204,7 +204,7 @@ def test_processes_that_spell_the_folder_differently_wait_at_one_place(
 
 def test_the_folder_of_a_sweep_is_no_model(finished):
     with refused(ConfigError, finished[0], 2):
-        finetuned.read_finetuned(str(finished[0]))
+        loading.read_finetuned(str(finished[0]))
 
 
 # --- Teachers ---
@@ -215,10 +215,10 @@ def test_a_teacher_is_what_a_student_learns(finished, make_config, make_programs
     path = str(finished[1].folders[0])
     config = make_config(finetune__distill_from=path, finetune__buckets=())
     source = make_source("student")
-    teacher = finetuned.open_teacher(path).for_task(source)
+    teacher = loading.open_teacher(path).for_task(source)
     texts = [example.texts for example in source.read("train")]
     shuffled = dataclasses.replace(source, labels=source.labels[::-1])
-    swapped = finetuned.open_teacher(path).for_task(shuffled).logits_of(texts)
+    swapped = loading.open_teacher(path).for_task(shuffled).logits_of(texts)
     np.testing.assert_allclose(swapped, teacher.logits_of(texts)[:, ::-1])
     task = recipe.classification.make_task(source, config, vocabulary, teacher=teacher)
     assert task.train.by_row["teacher"].shape == (37, 4)
@@ -239,7 +239,7 @@ def test_a_teacher_is_what_a_student_learns(finished, make_config, make_programs
 
 
 def test_a_teacher_of_another_task_is_refused(finished):
-    teacher = finetuned.open_teacher(str(finished[1].folders[0]))
+    teacher = loading.open_teacher(str(finished[1].folders[0]))
     for other in (make_source(labels=3), make_source(kind="regression")):
         with refused(FinetuningError, "config.finetune.distill_from=", "toy"):
             teacher.for_task(other)

@@ -11,7 +11,7 @@ import pytest
 
 from convbert_jax.config import OutputsSection
 from convbert_jax.finetuning import run
-from convbert_jax.inference import finetuned
+from convbert_jax.inference import loading, model
 from convbert_jax.inference import stream as prediction_stream
 from convbert_jax.interop.matching import replace
 from convbert_jax.models.build import build
@@ -87,8 +87,10 @@ def _compiled_once():
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, key in (("read_finetuned", "read"), ("make_predictor", "make")):
-            patch.setattr(finetuned, name, once(getattr(finetuned, name), key))
+        patch.setattr(loading, "read_finetuned", once(loading.read_finetuned, "read"))
+        make = once(prediction.make_predictor, "make")
+        for module in (prediction, model):
+            patch.setattr(module, "make_predictor", make)
         yield
 
 

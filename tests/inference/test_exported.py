@@ -9,7 +9,7 @@ import pytest
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.tasks.labelled_text import LabelledTask
 from convbert_jax.finetuning.tasks.task import FinetuningError
-from convbert_jax.inference import finetuned
+from convbert_jax.inference import loading
 from convbert_jax.interop import certificate, conversion
 from tests.inference.conftest import LABELS, MODELS, PAIRS, as_table
 from tests.refusals import refused
@@ -81,7 +81,7 @@ def test_a_teacher_of_another_number_of_texts(models, exported, tmp_path):
         return LabelledTask("own", "classification", texts, LABELS, (), (), lambda split: [])
 
     for folder in (models["one"], exported["one"]):
-        teacher = finetuned.open_teacher(str(folder))
+        teacher = loading.open_teacher(str(folder))
         teacher.for_task(task(1))
         with refused(
             FinetuningError, 1, 2, field="config.finetune.distill_from", value=str(folder)
@@ -91,8 +91,8 @@ def test_a_teacher_of_another_number_of_texts(models, exported, tmp_path):
     shutil.copytree(exported["pair"], theirs)
     content = json.loads((theirs / "config.json").read_text())
     (theirs / "config.json").write_text(json.dumps(content | {"convbert_jax": {}}))
-    taught = finetuned.open_teacher(str(theirs)).for_task(task(2)).logits_of(PAIRS)
-    expected = finetuned.open_teacher(str(exported["pair"])).for_task(task(2)).logits_of(PAIRS)
+    taught = loading.open_teacher(str(theirs)).for_task(task(2)).logits_of(PAIRS)
+    expected = loading.open_teacher(str(exported["pair"])).for_task(task(2)).logits_of(PAIRS)
     np.testing.assert_allclose(taught, expected, atol=2e-5)
 
 

@@ -18,8 +18,8 @@ from flax import nnx
 
 import convbert_jax
 from convbert_jax.config import UserError
-from convbert_jax.inference import readouts
-from convbert_jax.inference.masked_text import encode as encode_masked
+from convbert_jax.inference.network import POOLINGS
+from convbert_jax.inference.texts import encode_masked as encode_masked
 from convbert_jax.interop import conversion, sources
 from convbert_jax.interop.networks import MODELS as PRETRAINED
 from convbert_jax.models.build import build
@@ -137,7 +137,7 @@ def test_layers_are_not_unrolled_on_a_cpu(make_run):  # noqa: F811
     assert config.encoder.scan_unroll == 2
     network = convbert_jax.load(folder).network("main")
     rows = {name: np.ones((1, 8), np.int32) for name in ("tokens", "segment_ids", "type_ids")}
-    text = network.lower(rows, readouts.POOLINGS["mean"]).as_text()
+    text = network.lower(rows, POOLINGS["mean"]).as_text()
     assert "stablehlo.while" in text
 
 

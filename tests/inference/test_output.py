@@ -14,9 +14,9 @@ import pytest
 from convbert_jax.config import ConfigError, UserError
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.inputs.input_rows import InputRow
-from convbert_jax.inference import finetuned
+from convbert_jax.inference import loading
 from convbert_jax.inference import stream as prediction_stream
-from convbert_jax.inference.answering import QuestionAnswerer
+from convbert_jax.inference.predictor import QuestionAnswerer
 from convbert_jax.recipes import prediction
 from tests.inference.conftest import LABELS, as_table, stop_after
 from tests.refusals import refused
@@ -140,10 +140,10 @@ def test_a_model_of_nan_gives_no_answers(models, predict, monkeypatch):
     """It must not report "no answer" either."""
     text = "the sun\ta moon over the tree"
     assert math.isfinite(predict("answers", text)[0]["null_odds"])
-    config, params, tokenizer = finetuned.read_finetuned(str(models["answers"]), None)
+    config, params, tokenizer = loading.read_finetuned(str(models["answers"]), None)
     params = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), params)
     model = QuestionAnswerer(config, params, tokenizer, np.dtype(np.float32))
-    monkeypatch.setattr(finetuned, "make_predictor", lambda *_: model)
+    monkeypatch.setattr(prediction, "make_predictor", lambda *_: model)
     with refused(DataError, "line 1", "NaN"):
         predict("answers", text)
 

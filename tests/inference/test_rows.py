@@ -9,7 +9,7 @@ import pytest
 import convbert_jax
 from convbert_jax.config import ConfigError
 from convbert_jax.data.errors import DataError
-from convbert_jax.inference import finetuned
+from convbert_jax.inference import loading
 from convbert_jax.interop.matching import replace
 from tests.inference.conftest import MODELS, PAIRS, as_table
 from tests.refusals import refused
@@ -89,9 +89,9 @@ def test_words_and_questions(predict):
 
 
 def test_training_files_without_a_header(models, predict, monkeypatch):
-    config, *rest = finetuned.read_finetuned(str(models["one"]), None)
+    config, *rest = loading.read_finetuned(str(models["one"]), None)
     config = replace(config, {"task.columns": ("label", "review"), "task.train": "train.tsv"})
-    monkeypatch.setattr(finetuned, "read_finetuned", lambda *_: (config, *rest))
+    monkeypatch.setattr(loading, "read_finetuned", lambda *_: (config, *rest))
     for content in ("good\tthe sun\nbad\ta moon", "label\treview\ngood\tthe sun\nbad\ta moon"):
         found = predict("one", content, "a.tsv")
         assert [(line["review"], line["label"]) for line in found] == [
@@ -112,14 +112,14 @@ def test_training_files_without_a_header(models, predict, monkeypatch):
 @pytest.mark.parametrize("number", [True, False])
 def test_columns_by_number(models, predict, monkeypatch, number):
     """Columns by position as in training: the texts and the id; new text has no label."""
-    config, *rest = finetuned.read_finetuned(str(models["one"]), None)
+    config, *rest = loading.read_finetuned(str(models["one"]), None)
     names = {"label": "-1", "id": "0", "texts": ("1",)}
     if not number:
         names = {"label": "label", "id": "key", "texts": ("review",)}
     own = {f"task.{field}": value for field, value in names.items()}
     own |= {"outputs.columns": names["texts"], "task.columns": ("key", "review", "label")}
     config = replace(config, own | {"task.train": "train.tsv"})
-    monkeypatch.setattr(finetuned, "read_finetuned", lambda *_: (config, *rest))
+    monkeypatch.setattr(loading, "read_finetuned", lambda *_: (config, *rest))
     for content in (
         "a\tthe sun\tgood\n1\ta moon\tbad",
         "a\tthe sun\n1\ta moon",
@@ -133,9 +133,9 @@ def test_columns_by_number(models, predict, monkeypatch, number):
 
 
 def test_ids_by_number_in_lists(models, predict, monkeypatch):
-    config, *rest = finetuned.read_finetuned(str(models["one"]), None)
+    config, *rest = loading.read_finetuned(str(models["one"]), None)
     config = replace(config, {"task.id": "-1", "outputs.columns": ("0",), "task.texts": ("0",)})
-    monkeypatch.setattr(finetuned, "read_finetuned", lambda *_: (config, *rest))
+    monkeypatch.setattr(loading, "read_finetuned", lambda *_: (config, *rest))
     found = predict("one", '[["the sun", "a"], ["a moon", "b"]]', "a.json")
     assert [(line["id"], line["0"]) for line in found] == [("a", "the sun"), ("b", "a moon")]
 
@@ -143,11 +143,11 @@ def test_ids_by_number_in_lists(models, predict, monkeypatch):
 @pytest.mark.parametrize("columns", [("words", "tag"), ("words", "pos", "tag"), ()])
 def test_words_without_tags(models, predict, monkeypatch, columns):
     """A tagger trained on column files also reads words without tags."""
-    config, *rest = finetuned.read_finetuned(str(models["tags"]), None)
+    config, *rest = loading.read_finetuned(str(models["tags"]), None)
     own = {"task.columns": columns, "task.label": "tag", "task.train": "train.conll"}
     word = columns[:1] or ("0",)
     config = replace(config, own | {"outputs.columns": word, "task.texts": word})
-    monkeypatch.setattr(finetuned, "read_finetuned", lambda *_: (config, *rest))
+    monkeypatch.setattr(loading, "read_finetuned", lambda *_: (config, *rest))
     for width in {1, len(columns) - 1, len(columns)} - {-1, 0}:
         rows = [(word, *"xy"[: width - 1]) for word in ("the", "sun")]
         content = "\n".join(map(" ".join, rows)) + "\n\nmoon x y"[: 4 + 2 * width]

@@ -13,9 +13,9 @@ import pytest
 from convbert_jax.config import UserError
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.tasks.labelled_text import Example
-from convbert_jax.inference import finetuned
+from convbert_jax.inference import loading
 from convbert_jax.inference import stream as prediction_stream
-from convbert_jax.inference.predictor import choose_batch_size, choose_batch_sizes
+from convbert_jax.inference.predictor import choose_batch_size, choose_batch_sizes, make_predictor
 from convbert_jax.recipes import prediction
 from tests.inference.conftest import stop_after
 from tests.refusals import refused
@@ -45,9 +45,9 @@ def test_a_stopped_prediction_goes_on(predict, models, tmp_path, monkeypatch, ca
         predict("one", text.replace("river", "house"))
     assert unfinished.read_bytes() == kept
     with monkeypatch.context() as patch:  # the same folder after more training
-        config, params, tokenizer = finetuned.read_finetuned(str(models["one"]), None)
+        config, params, tokenizer = loading.read_finetuned(str(models["one"]), None)
         trained = jax.tree.map(lambda leaf: leaf * 1.01, params)
-        patch.setattr(finetuned, "read_finetuned", lambda *_: (config, trained, tokenizer))
+        patch.setattr(loading, "read_finetuned", lambda *_: (config, trained, tokenizer))
         with refused(DataError, models["one"], path=unfinished):
             predict("one", text)
     unfinished.write_bytes(b"\xff\n")
@@ -89,7 +89,7 @@ def test_what_is_kept_is_compared_as_it_was_written(predict, monkeypatch, caplog
 
 
 def test_texts_that_are_cut_are_told_once(models, caplog):
-    predictor = finetuned.make_predictor(*finetuned.read_finetuned(str(models["one"]), None), "f4")
+    predictor = make_predictor(*loading.read_finetuned(str(models["one"]), None), "f4")
     predictor._told_cut = False
     full = predictor._config.finetune.length - 2  # words of one token each
     with caplog.at_level(logging.WARNING):
@@ -103,9 +103,7 @@ def test_texts_that_are_cut_are_told_once(models, caplog):
 
 
 def test_questions_that_are_cut_are_told_once(predict, models, caplog):
-    predictor = finetuned.make_predictor(
-        *finetuned.read_finetuned(str(models["answers"]), None), "f4"
-    )
+    predictor = make_predictor(*loading.read_finetuned(str(models["answers"]), None), "f4")
     predictor._told_cut = False
     with caplog.at_level(logging.WARNING):
         for words in (4, 5, 6):
@@ -116,7 +114,7 @@ def test_questions_that_are_cut_are_told_once(predict, models, caplog):
 
 def test_words_that_are_not_read_have_no_tag(predict, models, caplog):
     """Truncated words get null; the other words are predicted as without them."""
-    predictor = finetuned.make_predictor(*finetuned.read_finetuned(str(models["tags"]), None), "f4")
+    predictor = make_predictor(*loading.read_finetuned(str(models["tags"]), None), "f4")
     predictor._told_cut = False
     words, count = ["a", "b"] * 10, 14  # one token each, in addition to [CLS] and [SEP]
     rows = [{"words": words}, {"words": words[:count]}, {"words": ["e" * 40]}]
@@ -161,11 +159,11 @@ def test_a_line_in_a_line_out(models, tmp_path):
             yield chunk
 
     def work():
-        config, params, tokenizer = finetuned.read_finetuned(str(models["one"]), None)
-        predictor = finetuned.make_predictor(config, params, tokenizer, np.dtype(np.float32))
+        config, params, tokenizer = loading.read_finetuned(str(models["one"]), None)
+        predictor = make_predictor(config, params, tokenizer, np.dtype(np.float32))
         from convbert_jax.data.inputs import reading
         from convbert_jax.data.tables.text_lines import Stream
-        from convbert_jax.inference import output as prediction_output
+        from convbert_jax.inference import stream as prediction_output
 
         reads = reading.describe_model_input(config)
         with open(source, "rb") as lines, open(target, "wb") as output:

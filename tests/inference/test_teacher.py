@@ -7,7 +7,7 @@ import numpy as np
 
 from convbert_jax.config import MeshSection, OutputsSection
 from convbert_jax.data.tasks.labelled_text import LabelledTask
-from convbert_jax.inference.finetuned import Teacher
+from convbert_jax.inference.loading import Teacher
 from convbert_jax.ops.mesh import division
 from convbert_jax.training import sharding
 

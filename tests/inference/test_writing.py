@@ -14,10 +14,9 @@ from convbert_jax.config import TokenizerSection, UserError
 from convbert_jax.config.sequences.sections import DecodingSection
 from convbert_jax.data.inputs import reading
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.inference import stream
-from convbert_jax.inference.writing import dealing
-from convbert_jax.inference.writing.texts import Texts
-from convbert_jax.inference.writing.writer import Writer
+from convbert_jax.inference import generation, stream
+from convbert_jax.inference.generation import Writer
+from convbert_jax.inference.texts import Texts
 from convbert_jax.interop.networks import abstract_params
 from tests.refusals import refused
 from tests.runs import make_config
@@ -261,7 +260,7 @@ def test_a_model_of_nothing_but_nan_says_so(tokenizer):
     exact=st.booleans(),
 )
 def test_every_text_is_dealt_once_and_batches_hold_no_more_than_asked(lengths, tokens, exact):
-    batches = list(dealing.deal(lengths, 100, tokens, exact=exact))
+    batches = list(generation.make_batches(lengths, 100, tokens, exact=exact))
     places = np.concatenate([b.places for b in batches]) if batches else np.zeros(0, int)
     assert sorted(places[places >= 0]) == list(range(len(lengths)))
     for batch in batches:

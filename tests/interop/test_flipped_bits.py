@@ -21,7 +21,7 @@ import pytest
 from convbert_jax.config import OutputsSection, UserError
 from convbert_jax.data.tokenizer.tokenizer import load_tokenizer
 from convbert_jax.finetuning.run import save_model
-from convbert_jax.inference.finetuned import read_finetuned
+from convbert_jax.inference.loading import read_finetuned
 from convbert_jax.interop import sources
 from convbert_jax.training import optimizer, state
 from convbert_jax.training.checkpoints import saving as checkpoint

@@ -9,7 +9,7 @@ import pytest
 import convbert_jax
 from convbert_jax.config import ConfigError, UserError, from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
-from convbert_jax.inference import finetuned
+from convbert_jax.inference import loading
 from convbert_jax.interop import conversion, importing, matching, sources
 from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
@@ -293,7 +293,7 @@ def test_ids_without_a_row_are_refused_wherever_texts_become_ids(tmp_path):
     huggingface.write_network(folder, tuned, pad_id=0)
     path = write_entries(folder, [*UNCASED, "more"])
     for use in (
-        *(finetuned.read_finetuned, convbert_jax.load),
+        *(loading.read_finetuned, convbert_jax.load),
         lambda folder: conversion.convert(folder, out),
     ):
         with refused(ConversionError, 60, value=61, path=path):

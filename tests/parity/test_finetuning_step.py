@@ -16,7 +16,7 @@ import pytest
 from configs import glue, squad
 from convbert_jax.config import OutputsSection, from_config_dict
 from convbert_jax.finetuning import fitting
-from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.finetuning.results import Setting
 from convbert_jax.finetuning.programs import Programs, widen_head
 from convbert_jax.finetuning.tasks import classification, question_answering
 from convbert_jax.finetuning.tasks.task import FinetuneTask

@@ -24,7 +24,7 @@ from convbert_jax.analysis.pretraining_report import Cloze, Number, Subword, Sus
 from convbert_jax.analysis.text_scores import Scores
 from convbert_jax.config import Config, GeneratorSection, to_dict
 from convbert_jax.data.parallel.references import References
-from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.finetuning.results import Setting
 from convbert_jax.finetuning.results import RunResult, TaskResult
 from convbert_jax.finetuning.scores import score_table
 from convbert_jax.recipes import pretraining

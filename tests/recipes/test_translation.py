@@ -20,8 +20,7 @@ from convbert_jax.data.parallel import parallel_text
 from convbert_jax.data.parallel.records import from_records
 from convbert_jax.data.parallel.references import read_heldout, read_whole
 from convbert_jax.files import write_json
-from convbert_jax.inference import resume
-from convbert_jax.inference.writing import reading
+from convbert_jax.inference import generation, stream
 from convbert_jax.interop import conversion, importing, sources
 from convbert_jax.interop.matching import replace
 from convbert_jax.recipes.writing import settings
@@ -127,15 +126,15 @@ def test_the_mean_of_checkpoints(translation_config, translated):
     config = replace(translation_config, {"decoding.average": 2})
     parts = {s: sources.read_params(workdir, config, s)[1] for s in (100, 200, 300)}
     for step, used in ((None, (200, 300)), (200, (100, 200))):
-        found, mean = reading.read_mean(workdir, config, step)
+        found, mean = generation.read_mean(workdir, config, step)
         assert found == used
         wanted = jax.tree.map(
             lambda a, b: ((a.astype(np.float64) + b) / 2).astype(a.dtype), *(parts[s] for s in used)
         )
         jax.tree.map(np.testing.assert_array_equal, mean, wanted)
-    assert reading.read_mean(workdir, translation_config)[0] == (300,)
+    assert generation.read_mean(workdir, translation_config)[0] == (300,)
     # At step 100 there is only one checkpoint to average.
-    found, alone = reading.read_mean(workdir, config, 100)
+    found, alone = generation.read_mean(workdir, config, 100)
     assert found == (100,)
     jax.tree.map(np.testing.assert_array_equal, alone, parts[100])
 
@@ -146,7 +145,7 @@ def test_a_damaged_checkpoint_is_not_left_out_of_a_mean(translation_config, tran
         file.write_bytes(file.read_bytes()[:-9])
     config = replace(translation_config, {"decoding.average": 3})
     with refused(UserError, tmp_path / "run" / "checkpoints" / "200"):
-        reading.read_mean(Workdir(tmp_path / "run"), config)
+        generation.read_mean(Workdir(tmp_path / "run"), config)
 
 
 @pytest.mark.parametrize("recipe", ["translation", "summarization"])
@@ -328,8 +327,8 @@ def test_predictions_go_on_where_they_were_stopped(predict, tmp_path):
 
     notes = []
     with pytest.MonkeyPatch.context() as patch:
-        write = resume.write_json
-        patch.setattr(resume, "write_json", lambda path, v: (notes.append(v), write(path, v)))
+        write = stream.write_json
+        patch.setattr(stream, "write_json", lambda path, v: (notes.append(v), write(path, v)))
         predict(tmp_path / "in.txt", tmp_path / "again.jsonl")
     (tmp_path / "note").write_text(json.dumps(notes[0]))
     stop("half")

@@ -9,7 +9,7 @@ import pytest
 from convbert_jax.analysis import flops, text_scores
 from convbert_jax.config import to_dict
 from convbert_jax.files import DamagedFileError
-from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.finetuning.results import Setting
 from convbert_jax.finetuning.results import RunResult, append_result
 from convbert_jax.sweeps import Search, Sweep, SweepError, Task, Variant, results
 from convbert_jax.sweeps.runs import expand

@@ -28,7 +28,7 @@ from convbert_jax.data.parallel.references import (
     read_whole,
 )
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.inference.writing.writer import Writer
+from convbert_jax.inference.generation import Writer
 from convbert_jax.recipes.writing import settings
 from convbert_jax.training.environment import devices
 from convbert_jax.training.task import Params

@@ -11,7 +11,7 @@ import pytest
 from convbert_jax.config import ConfigError
 from convbert_jax.data.tasks.labelled_text import Example
 from convbert_jax.files import DamagedFileError
-from convbert_jax.inference import finetuned
+from convbert_jax.inference import loading
 from convbert_jax.inference.predictor import Predictor
 from convbert_jax.interop import certificate, conversion, networks
 from convbert_jax.interop.huggingface import folder as huggingface
@@ -51,9 +51,9 @@ def edit(folder, target, **fields):
 
 def test_a_folder_predicts_as_its_run(exported):
     what, run, *folders = exported
-    expected = Predictor(*finetuned.read_finetuned(str(run)), np.float32)
+    expected = Predictor(*loading.read_finetuned(str(run)), np.float32)
     for folder in folders:
-        found = Predictor(*finetuned.read_finetuned(str(folder)), np.float32)
+        found = Predictor(*loading.read_finetuned(str(folder)), np.float32)
         assert found.outputs.texts == expected.outputs.texts
         assert found.outputs.columns == expected.outputs.columns
         assert found._config.finetune.length == 20
@@ -78,7 +78,7 @@ def test_their_classes_know_the_kind(exported):
 def test_their_pipeline_gives_the_number(exported):
     transformers = pytest.importorskip("transformers")
     what, run, folder, _ = exported
-    predictor = Predictor(*finetuned.read_finetuned(str(run)), np.float32)
+    predictor = Predictor(*loading.read_finetuned(str(run)), np.float32)
     ours = predictor.answer(EXAMPLES[what])[0]
     pipeline = transformers.pipeline("text-classification", model=str(folder))
     if what == "number":
@@ -114,7 +114,7 @@ def test_a_damaged_use_is_refused(exported, tmp_path):
 def test_folders_that_do_not_say_it(exported, tmp_path, caplog):
     what, _, folder, _ = exported
     caplog.clear()
-    config, *_ = finetuned.read_finetuned(edit(folder, tmp_path / "it", convbert_jax={}))
+    config, *_ = loading.read_finetuned(edit(folder, tmp_path / "it", convbert_jax={}))
     assert config.outputs.texts == 1
     assert config.outputs.kind == {"pair": "classification", "number": "regression"}[what]
     assert any(record.levelname == "WARNING" for record in caplog.records)
@@ -127,9 +127,9 @@ def test_folders_that_read_padding(make_run, tmp_path, caplog):
     run, _ = make_run(recipe="finetune", outputs=NUMBER, finetune=finetune, mask_convolution=False)
     folder = conversion.export(run, output=tmp_path / "a")
     caplog.clear()
-    finetuned.read_finetuned(str(folder))
+    loading.read_finetuned(str(folder))
     assert not [record for record in caplog.records if 24 in (record.args or ())]
-    finetuned.read_finetuned(edit(folder, tmp_path / "b", convbert_jax={}))
+    loading.read_finetuned(edit(folder, tmp_path / "b", convbert_jax={}))
     # One record for the guess, one for the dependence on the length.
     assert len([record for record in caplog.records if 24 in (record.args or ())]) == 2
 
@@ -138,14 +138,14 @@ def test_kinds_that_cannot_be_predicted(exported, tmp_path):
     what, _, folder, _ = exported
     fields = {"problem_type": "multi_label_classification", "convbert_jax": {}}
     with refused(ConfigError, "multi_label_classification"):
-        finetuned.read_finetuned(edit(folder, tmp_path / "a", **fields))
+        loading.read_finetuned(edit(folder, tmp_path / "a", **fields))
     fields["problem_type"] = ["regression"]
     with refused(ConversionError, field="problem_type", value=["regression"]):
-        finetuned.read_finetuned(edit(folder, tmp_path / "c", **fields))
+        loading.read_finetuned(edit(folder, tmp_path / "c", **fields))
     if what == "pair":
         fields = {"problem_type": "regression", "convbert_jax": {}}
         with refused(ConfigError, "3"):
-            finetuned.read_finetuned(edit(folder, tmp_path / "b", **fields))
+            loading.read_finetuned(edit(folder, tmp_path / "b", **fields))
 
 
 # --- labels that padding changes in Hugging Face's classes ---

@@ -10,7 +10,7 @@ from convbert_jax.config import OutputsSection, UserError
 from convbert_jax.data.parallel import vocabularies
 from convbert_jax.files import DamagedFileError
 from convbert_jax.finetuning.run import save_model
-from convbert_jax.inference.finetuned import read_finetuned
+from convbert_jax.inference.loading import read_finetuned
 from convbert_jax.interop.runs.vocabulary import (
     keep_vocabularies,
     read_tokenizer,

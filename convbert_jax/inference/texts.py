@@ -1,4 +1,6 @@
-"""Encodes inputs and decodes outputs of generative models, with special tokens as in training.
+"""Encodes inputs and decodes outputs of generative models and of masked language models.
+
+Special tokens are as in training:
 
 pairs            text [SEP]            -> text [SEP]
 span_corruption  [CLS] text [SEP] [SEP], each [MASK] a sentinel -> sentinels and their spans
@@ -7,11 +9,70 @@ causal_lm        [CLS] text            -> continuation [SEP]
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from convbert_jax.config import Config
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.inference import masked_text
+
+_BLANK = "\u2581"  # SentencePiece: blank before a word
+INSIDE = "##"  # WordPiece: prefix of a token that continues a word
+
+
+class Filled(TypedDict):
+    """A prediction for a mask, with the keys of Hugging Face's fill-mask pipeline."""
+
+    score: float  # probability
+    token: int  # token id
+    token_str: str
+    sequence: str  # the text with this mask filled
+
+
+def mask_token(tokenizer: Tokenizer) -> str:
+    """Returns the mask token of the vocabulary, "[MASK]"."""
+    return tokenizer.entries[tokenizer.special.mask]
+
+
+def encode_masked(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encodes a text with masks, without [CLS] and [SEP].
+
+    The parts between masks are encoded separately. SentencePiece puts a blank before each part; it
+    is removed where the text has none, so that "[MASK]." ends like "Paris.".
+    """
+    parts = text.split(mask_token(tokenizer))
+    ids: list[int] = []
+    for number, (part, found) in enumerate(zip(parts, tokenizer.encode(parts), strict=True)):
+        if number:
+            ids.append(tokenizer.special.mask)
+            if tokenizer.kind == "sentencepiece" and part and not part[0].isspace():
+                found = _without_blank(tokenizer, found)
+        ids += found
+    return ids
+
+
+def fill_mask(tokenizer: Tokenizer, text: str, hole: int, token: int) -> str:
+    """Fills mask number `hole`; a token that continues a word is joined to the text before it."""
+    mask = mask_token(tokenizer)
+    parts = text.split(mask)
+    before, after = mask.join(parts[: hole + 1]), mask.join(parts[hole + 1 :])
+    piece = tokenizer.entries[token]
+    if tokenizer.kind == "sentencepiece":
+        inside = not piece.startswith(_BLANK)
+        piece = piece.replace(_BLANK, " ").strip()
+    else:
+        inside = piece.startswith(INSIDE)
+        piece = piece.removeprefix(INSIDE)
+    return (before.rstrip() if inside else before) + piece + after
+
+
+def _without_blank(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    if not ids:
+        return ids
+    first = tokenizer.entries[ids[0]]
+    if first == _BLANK:
+        return ids[1:]
+    if first.startswith(_BLANK) and first[1:] in tokenizer.entries:
+        return [tokenizer.entries.index(first[1:]), *ids[1:]]
+    return ids
 
 
 class Encoded(NamedTuple):
@@ -102,12 +163,12 @@ class Texts:
             ids = self._fill(read[1:-2], written)
         # The first generated token may continue a word.
         return self.target.decode(ids).removeprefix(
-            masked_text.INSIDE if self.target.kind == "wordpiece" else ""
+            INSIDE if self.target.kind == "wordpiece" else ""
         )
 
     def _with_sentinels(self, text: str) -> tuple[list[int], str]:
-        special, hole = self.source.special, masked_text.mask_token(self.source)
-        ids = masked_text.encode(self.source, text)
+        special, hole = self.source.special, mask_token(self.source)
+        ids = encode_masked(self.source, text)
         places = [place for place, token in enumerate(ids) if token == special.mask]
         if not places:
             return [], f"has no {hole}; write one for each span to predict"

@@ -1,6 +1,11 @@
-"""Generates texts with a model on the device."""
+"""Generates texts with a model on the device.
 
-from collections.abc import Sequence
+`read_mean` and `change_decoding` read the model and its settings, `make_batches` groups texts of
+similar length into a few static shapes, and `Writer` generates.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,17 +16,144 @@ from flax import nnx
 from tqdm import tqdm
 
 from convbert_jax import decoding as methods
-from convbert_jax.config import Config
+from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
+from convbert_jax.config.checks.sequences import check_asked_decoding
 from convbert_jax.config.sequences.sections import DecodingSection
 from convbert_jax.data.tasks.labelled_text import Example
+from convbert_jax.data.tasks.length_buckets import choose_buckets
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.inference.writing import dealing
-from convbert_jax.inference.writing.texts import Texts
+from convbert_jax.inference.predictor import choose_batch_size
+from convbert_jax.inference.texts import Texts
+from convbert_jax.interop import matching, sources
 from convbert_jax.interop.networks import MODELS
 from convbert_jax.models.build import build
 from convbert_jax.training import evaluation, memory
 from convbert_jax.training.environment import private_jax
 from convbert_jax.training.task import Params
+from convbert_jax.workdir import Workdir
+
+_OF_SCORES = ("test_sources", "score_words")  # fields of config.decoding for scoring only
+
+
+def read_mean(
+    workdir: Workdir, config: Config, step: int | None = None
+) -> tuple[tuple[int, ...], Params]:
+    """Reads the mean of the config.decoding.average newest checkpoints, summed in float64.
+
+    If there are fewer checkpoints, logs that and averages all.
+
+    Args:
+      step: newest checkpoint to use, default the newest. A single checkpoint (average=1) defaults
+        to the newest undamaged one.
+
+    Returns:
+      (steps of the checkpoints, mean parameters on the host).
+
+    Raises:
+      WorkdirError: there is no checkpoint of `step`.
+      CheckpointError: a checkpoint is damaged.
+    """
+    count, step = config.decoding.average, workdir.choose_step(step)
+    steps = [there for there in workdir.steps() if step is None or there <= step][-count:]
+    if len(steps) < count:
+        logging.info(
+            "config.decoding.average=%d, but only %d checkpoints exist.", count, len(steps)
+        )
+        count = len(steps)
+    if count <= 1:
+        step, params = sources.read_params(workdir, config, step)
+        return (step,), params
+    total = None
+    for number in steps:
+        _, params = sources.read_params(workdir, config, number)
+        if total is None:
+            kinds = jax.tree.map(lambda leaf: leaf.dtype, params)
+            total = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+        else:
+            total = jax.tree.map(
+                lambda sums, leaf: sums + np.asarray(leaf, np.float64), total, params
+            )
+    logging.info("Averaged the checkpoints %s.", ", ".join(map(str, steps)))
+    mean = jax.tree.map(lambda sums, kind: (sums / count).astype(kind), total, kinds)
+    return tuple(steps), mean
+
+
+def change_decoding(config: Config, fields: Mapping[str, Any]) -> Config:
+    """Replaces fields of config.decoding by name.
+
+    Raises:
+      ConfigError: a field does not exist or has no effect, or a value is invalid.
+    """
+    known = [name for name in to_dict(config)["decoding"] if name not in _OF_SCORES]
+    if of_scores := [name for name in fields if name in _OF_SCORES]:
+        raise ConfigError(
+            "has no effect on generated texts; it is for the scores of --mode=eval.",
+            field=f"config.decoding.{of_scores[0]}",
+        )
+    if unknown := [name for name in fields if name not in known]:
+        raise ConfigError(
+            f"does not exist. Choose from {', '.join(known)}.",
+            field=f"config.decoding.{unknown[0]}",
+        )
+    changed = {f"decoding.{name}": value for name, value in fields.items()}
+    config = from_config_dict(to_dict(matching.replace(config, changed)))
+    check_asked_decoding(config, changed)
+    return config
+
+
+SHORTEST = 16  # minimum padded length in tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A batch of texts.
+
+    Attributes:
+      places: indices of the texts [B], -1 for padding rows.
+      length: padded length in tokens.
+    """
+
+    places: np.ndarray
+    length: int
+
+
+def make_batches(
+    lengths: Sequence[int], longest: int, batch_tokens: int, *, exact: bool = False
+) -> Iterator[Batch]:
+    """Yields batches of texts of similar length, the shortest first; each text occurs once.
+
+    Padded lengths are powers of two and `longest`. Each length has up to three numbers of rows, see
+    `choose_batch_size`.
+
+    Args:
+      lengths: tokens of each text.
+      longest: maximum tokens of a text.
+      batch_tokens: maximum of rows x length, unless a single text is longer.
+      exact: batch only texts of equal length without padding, for a model that reads padding.
+    """
+    lengths = np.asarray(lengths)
+    buckets = np.unique(lengths)
+    if not exact:
+        powers = [SHORTEST << i for i in range(longest.bit_length())]
+        buckets = np.asarray(choose_buckets(powers, longest))
+    of = np.searchsorted(buckets, lengths)
+    for number, bucket in enumerate(map(int, buckets)):
+        members = np.flatnonzero(of == number)
+        members = members[np.argsort(lengths[members], kind="stable")]
+        rows = choose_batch_size(len(members), max(1, batch_tokens // bucket))
+        for start in range(0, len(members), rows):
+            part = members[start : start + rows]
+            filler = np.full(rows - len(part), -1)
+            yield Batch(np.concatenate([part, filler]), bucket)
+
+
+def max_output_length(tokens: int, decoding: DecodingSection) -> int:
+    """Returns the maximum output length for a source of `tokens` tokens.
+
+    As in fairseq, `tokens` includes the source's end token; the result excludes the output's.
+    """
+    return int(decoding.length_ratio * tokens + decoding.length_extra)
+
 
 _LESS_MEMORY = "lower config.decoding.batch_tokens or config.decoding.beam"
 
@@ -181,7 +313,7 @@ class Writer:
         numbers = np.arange(len(texts)) if numbers is None else np.asarray(numbers)
         answers = [Answer(problem=text.problem, cut=text.cut) for text in encoded]
         dealt = list(
-            dealing.deal(
+            make_batches(
                 list(map(len, read)), self.texts.longest[0], decoding.batch_tokens,
                 exact=self._exact,
             )
@@ -226,7 +358,7 @@ class Writer:
             lines.append(said[0] | more)
         return lines
 
-    def _start(self, batch: dealing.Batch, read, numbers, decoding: DecodingSection):
+    def _start(self, batch: Batch, read, numbers, decoding: DecodingSection):
         """Dispatches a batch; padding rows end after one token."""
         rows = len(batch.places)
         source = np.full((rows, batch.length), self.texts.source.special.pad, np.int32)
@@ -242,10 +374,10 @@ class Writer:
             own = slice(-len(ids), None) if self.texts.goes_on else slice(len(ids))
             source[row, own], lengths[row] = ids, len(ids)
             begun = len(ids) if self.texts.goes_on else 1
-            limits[row] = begun + dealing.most_written(len(ids), decoding) + 1
+            limits[row] = begun + max_output_length(len(ids), decoding) + 1
             drawn[row] = numbers[place]
         begun = batch.length if self.texts.goes_on else 1
-        length = begun + dealing.most_written(batch.length, decoding) + 1
+        length = begun + max_output_length(batch.length, decoding) + 1
         if self.config.sequence.positions == "learned":
             limits = np.minimum(limits, self.config.model.positions)
             if not self.texts.goes_on:
