@@ -58,11 +58,6 @@ ROOMS = {
         "tasks": {"tables", "sources", "tokenizer"},
         "inputs": {"tables", "tasks"},
     },
-    "finetuning": {
-        "scores": set(),
-        "predictions": {"scores"},
-        "tasks": {"scores", "predictions"},
-    },
     "training": {"checkpoints": {"environment"}, "environment": set(), "reports": set()},
     "interop": {
         "huggingface": set(),

@@ -16,8 +16,8 @@ import pytest
 
 from convbert_jax import files, ownership
 from convbert_jax.config import Config, UserError
-from convbert_jax.finetuning import results, unfinished
-from convbert_jax.finetuning.results import Setting
+from convbert_jax.finetuning import run_files
+from convbert_jax.finetuning.run_files import Setting
 from convbert_jax.interop import conversion
 from convbert_jax.ownership import OwnershipError
 from convbert_jax.recipes.reports import page as report_page
@@ -207,7 +207,7 @@ def test_fine_tuning_ends_before_it_keeps_a_run(bucket):
     with workdir.open(Config()):
         (on_disk / ".lock").write_text("process 1 on another since noon\n0 0\n")
         with refused(OwnershipError, "process 1 on another"):
-            unfinished.Unfinished(workdir, {}, 1.0).keep(None)
+            run_files.Unfinished(workdir, {}, 1.0).keep(None)
     assert (on_disk / ".lock").exists(), "another run owns it"
 
 
@@ -293,11 +293,11 @@ def test_an_export_that_fails_leaves_the_one_before(bucket):
 
 def test_results_of_fine_tuning(bucket):
     workdir, on_disk = bucket
-    run = results.RunResult("toy", Setting(1e-3, 1.0), 0, 5, 0.1, {"dev": {"f1": 0.5}}, 1.0, 2.0)
+    run = run_files.RunResult("toy", Setting(1e-3, 1.0), 0, 5, 0.1, {"dev": {"f1": 0.5}}, 1.0, 2.0)
     for seed in (0, 1):
-        results.append_result(workdir, dataclasses.replace(run, seed=seed))
+        run_files.append_result(workdir, dataclasses.replace(run, seed=seed))
     (on_disk / "results.jsonl").open("a").write('{"task": "to')
-    assert [found.seed for found in results.read_results(workdir)] == [0, 1]
+    assert [found.seed for found in run_files.read_results(workdir)] == [0, 1]
     assert (on_disk / "results.jsonl").read_text().endswith("}\n")
 
 

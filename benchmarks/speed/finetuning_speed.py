@@ -56,7 +56,7 @@ class Ours:
         from configs import finetuning as configs
         from convbert_jax.config import from_config_dict
         from convbert_jax.finetuning import fitting
-        from convbert_jax.finetuning.programs import Programs
+        from convbert_jax.finetuning.fitting import Programs
         from convbert_jax.recipes import finetuning as recipe
         from convbert_jax.training.environment import compilation
 
@@ -203,7 +203,7 @@ def check_logits(ours: Ours, theirs: Theirs) -> None:
     """Exits unless logits agree on unpadded rows; Hugging Face's class does not mask padding."""
     import numpy as np
 
-    from convbert_jax.finetuning.programs import widen_head
+    from convbert_jax.finetuning.fitting import widen_head
 
     counts = np.bincount(ours.dev.lengths)
     index = np.flatnonzero(ours.dev.lengths == counts.argmax())[:32]

@@ -3,7 +3,7 @@
 WORKDIR/results.jsonl                  one line per finished run
 WORKDIR/TASK/seed-N/                   its model, as a run folder, and predictions/
 WORKDIR/TASK/rate-R-epochs-E/seed-N/   the same, if several settings are searched
-WORKDIR/unfinished/                    the run in progress, see unfinished.py
+WORKDIR/unfinished/                    the run in progress, see run_files.py
 """
 
 import dataclasses
@@ -18,20 +18,20 @@ from absl import logging
 from convbert_jax import files
 from convbert_jax.config import Config, to_dict
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.finetuning import fitting, origin
-from convbert_jax.finetuning.results import Setting
-from convbert_jax.finetuning.programs import Programs
-from convbert_jax.finetuning.results import (
+from convbert_jax.finetuning import fitting, run_files
+from convbert_jax.finetuning.fitting import Programs
+from convbert_jax.finetuning.run_files import (
     RunResult,
+    Setting,
     TaskResult,
+    Unfinished,
     append_result,
     check_scores,
     median_of,
     read_results,
     runs_of,
 )
-from convbert_jax.finetuning.tasks.task import FinetuneTask, FinetuningError, Scores
-from convbert_jax.finetuning.unfinished import Unfinished
+from convbert_jax.finetuning.task import FinetuneTask, FinetuningError, Scores
 from convbert_jax.training import consistency, distributed, memory
 from convbert_jax.training.checkpoints.saving import Checkpoints
 from convbert_jax.training.environment.compilation import describe_compile_cache
@@ -87,13 +87,13 @@ def finetune(
             field="--workdir",
             path=workdir.results,
         )
-    began_with = origin.Origin(workdir, config, done)
-    began_with.bind_weights(weights)
+    provenance = run_files.Provenance(workdir, config, done)
+    provenance.bind_weights(weights)
     results = []
     for make in tasks:
         task = make()
         _check_task(task)
-        began_with.bind_task(task)
+        provenance.bind_task(task)
         if jax.process_count() > 1:
             consistency.check_data(config, fingerprint(task))
         results.append(_finetune_task(config, workdir, task, programs, tokenizer, weights, done))
@@ -103,7 +103,7 @@ def finetune(
 
 def fingerprint(task: FinetuneTask) -> str:
     """Return a checksum of all encoded rows of a task."""
-    return hashlib.sha256(repr(sorted(origin.of_task(task).items())).encode()).hexdigest()
+    return hashlib.sha256(repr(sorted(run_files.checksum_task(task).items())).encode()).hexdigest()
 
 
 def settings_of(config: Config, task: FinetuneTask) -> list[Setting]:

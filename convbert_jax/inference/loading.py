@@ -15,9 +15,8 @@ from convbert_jax.config.checks.finetuning import HEADS_OF_KIND
 from convbert_jax.data.errors import shorten
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, follow_file
-from convbert_jax.finetuning import origin
-from convbert_jax.finetuning.tasks import classification
-from convbert_jax.finetuning.tasks.task import FinetuningError
+from convbert_jax.finetuning import classification, run_files
+from convbert_jax.finetuning.task import FinetuningError
 from convbert_jax.inference.generation import change_decoding
 from convbert_jax.inference.model import Model, ModelError, TextModel
 from convbert_jax.inference.predictor import Predictor
@@ -221,7 +220,9 @@ def open_teacher(path: str) -> "Teacher":
             value=path,
         )
     dtype = devices.compute_dtype(config, jax.devices()[0])
-    return Teacher(path, Predictor(config, params, tokenizer, dtype), origin.of_weights(params))
+    return Teacher(
+        path, Predictor(config, params, tokenizer, dtype), run_files.checksum_weights(params)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,9 @@ from convbert_jax.data.tasks.encoding import Encoded, Rows
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
 from convbert_jax.data.tasks.squad import Question
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.finetuning import fitting
-from convbert_jax.finetuning.predictions import files as prediction_files
-from convbert_jax.finetuning.predictions.answers import THRESHOLDS
-from convbert_jax.finetuning.scores import scoring
-from convbert_jax.finetuning.tasks import classification, question_answering
+from convbert_jax.finetuning import classification, fitting, question_answering, scoring
+from convbert_jax.finetuning import predictions as prediction_files
+from convbert_jax.finetuning.question_answering import THRESHOLDS
 from convbert_jax.machine.limits import available_threads
 from convbert_jax.models.build import build
 from convbert_jax.models.finetuned import FinetunedModel

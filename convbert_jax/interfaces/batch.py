@@ -87,7 +87,7 @@ class LogitsBatch(FinetuneBatch):
     """Meaning of the logits, the same for all rows and therefore without axis B.
 
     Tasks with few labels share a compiled function with more logits than labels. Made by
-    `finetuning.tasks.classification.constants_of`.
+    `finetuning.classification.constants_of`.
 
     Attributes:
       outputs: True for the logits that the task uses.
@@ -99,7 +99,7 @@ class LogitsBatch(FinetuneBatch):
 
 
 class TextBatch(LogitsBatch):
-    """Classification and regression. Made by `finetuning.tasks.classification.encode_examples`.
+    """Classification and regression. Made by `finetuning.classification.encode_examples`.
 
     Attributes:
       label: index of the class; 0 for regression or without labels.

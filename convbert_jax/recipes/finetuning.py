@@ -21,13 +21,11 @@ from convbert_jax.data.tokenizer.tokenizer import (
     load_tokenizer,
 )
 from convbert_jax.files import copy, write_text
-from convbert_jax.finetuning import run
-from convbert_jax.finetuning.predictions import files as prediction_files
-from convbert_jax.finetuning.programs import Programs
-from convbert_jax.finetuning.results import TaskResult, read_results
-from convbert_jax.finetuning.scores import score_table
-from convbert_jax.finetuning.tasks import classification, question_answering
-from convbert_jax.finetuning.tasks.task import FinetuneTask
+from convbert_jax.finetuning import classification, question_answering, run, score_table
+from convbert_jax.finetuning import predictions as prediction_files
+from convbert_jax.finetuning.fitting import Programs
+from convbert_jax.finetuning.run_files import TaskResult, read_results
+from convbert_jax.finetuning.task import FinetuneTask
 from convbert_jax.inference import loading
 from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.networks import stack, to_tree

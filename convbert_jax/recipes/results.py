@@ -6,7 +6,7 @@ from typing import Any
 
 from etils import epath
 
-from convbert_jax.finetuning.results import TaskResult
+from convbert_jax.finetuning.run_files import TaskResult
 
 
 @dataclasses.dataclass(frozen=True)

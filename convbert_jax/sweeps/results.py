@@ -12,8 +12,8 @@ from convbert_jax.analysis.sweep_report import RunOutcome, SweepOutcome, Variant
 from convbert_jax.config import Config, UserError
 from convbert_jax.data.tasks import glue, own_task
 from convbert_jax.data.tasks.labelled_text import DEFAULT_METRICS
-from convbert_jax.finetuning.results import RunResult, read_results, runs_of
-from convbert_jax.finetuning.tasks import question_answering
+from convbert_jax.finetuning import question_answering
+from convbert_jax.finetuning.run_files import RunResult, read_results, runs_of
 from convbert_jax.sweeps.runs import count_flops, count_parameters, count_tokens, describe_changes
 from convbert_jax.sweeps.table import FINETUNE, FINISHED, PRETRAIN, Folder, Run, Sweep, SweepError
 from convbert_jax.training.reports.reporting import read_metrics

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from convbert_jax.finetuning import results
+from convbert_jax.finetuning import run_files
 from convbert_jax.training.checkpoints.reading import load_arrays
 from convbert_jax.workdir import Workdir
 from tests.end_to_end.test_command_line import REPOSITORY, refused, run
@@ -76,20 +76,20 @@ def test_a_task_of_ones_own_from_files_to_a_model_for_everyone(own, tmp_path):
     command = [sys.executable, "-m", "convbert_jax.main", *own, f"--workdir={folder}"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE)
-    results = folder / "results.jsonl"
+    run_files = folder / "results.jsonl"
     limit = time.monotonic() + 300
-    while not results.exists() and process.poll() is None and time.monotonic() < limit:
+    while not run_files.exists() and process.poll() is None and time.monotonic() < limit:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    first = results.read_text().splitlines()
+    first = run_files.read_text().splitlines()
     assert first, "no run finished in time"
 
     done = run(f"--workdir={folder}")  # the config is in the workdir
     assert done.returncode == 0, done.stderr
     assert "of 3 seeds are finished" in done.stderr
     assert "this run, median" in done.stdout
-    lines = results.read_text().splitlines()
+    lines = run_files.read_text().splitlines()
     assert lines[: len(first)] == first
     assert [json.loads(line)["seed"] for line in lines] == [0, 1, 2]
     other = run(*own, f"--workdir={folder}", "--config.finetune.batch_size=8")
@@ -151,7 +151,7 @@ def test_two_processes_fine_tune_what_one_does(own, tmp_path):
     for end in ends:
         assert end.returncode == 0, end.stderr
     assert "Runs, models and predictions" in ends[0].stdout
-    one, two = (results.read_results(Workdir(tmp_path / name)) for name in ("alone", "both"))
+    one, two = (run_files.read_results(Workdir(tmp_path / name)) for name in ("alone", "both"))
     assert [r.seed for r in one] == [r.seed for r in two] == [0, 1]
     for mine, other in zip(one, two, strict=True):
         assert other.loss == pytest.approx(mine.loss, abs=1e-5)

@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from convbert_jax.analysis.hlo import find_collectives
 from convbert_jax.config import Config, MeshSection, from_config_dict, to_dict
 from convbert_jax.config.mixers import MIXERS
-from convbert_jax.finetuning import programs as finetuning
-from convbert_jax.finetuning.tasks.task import FinetuneTask
+from convbert_jax.finetuning import fitting as finetuning
+from convbert_jax.finetuning.task import FinetuneTask
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import split
 from convbert_jax.interop.sources import Source

@@ -10,8 +10,8 @@ import pytest
 from convbert_jax.config import Config, MeshSection
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
 from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
-from convbert_jax.finetuning.programs import Programs
-from convbert_jax.finetuning.tasks import classification
+from convbert_jax.finetuning import classification
+from convbert_jax.finetuning.fitting import Programs
 from convbert_jax.interop.matching import replace
 from convbert_jax.recipes.finetuning import make_mesh
 

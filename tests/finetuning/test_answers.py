@@ -14,8 +14,7 @@ from benchmarks.fidelity import squad_evaluation
 from convbert_jax.data.tasks import squad
 from convbert_jax.data.tasks.squad import Answer, Question
 from convbert_jax.data.tasks.squad_windows import Window, Windows
-from convbert_jax.finetuning.predictions import answers
-from convbert_jax.finetuning.scores import answer_scores
+from convbert_jax.finetuning import question_answering
 from convbert_jax.objectives.span_extraction import NOWHERE
 
 CONTEXT = "one two three four five six"
@@ -44,7 +43,7 @@ SPANS = {
 
 
 def test_windows_are_merged():
-    first, second = answers.collect(QUESTIONS, WINDOWS, SPANS, n_best=3)
+    first, second = question_answering.merge_windows(QUESTIONS, WINDOWS, SPANS, n_best=3)
     # Both windows find "four"; the better score counts. "five six" ties with "one".
     texts = [candidate.text for candidate in first.candidates]
     assert texts[:2] == ["four", "two three"]
@@ -61,15 +60,19 @@ def test_windows_are_merged():
 
 def test_nothing_found():
     nowhere = {**SPANS, "start_scores": np.full((3, 3), NOWHERE)}
-    first, _ = answers.collect(QUESTIONS, WINDOWS, nowhere, n_best=3)
+    first, _ = question_answering.merge_windows(QUESTIONS, WINDOWS, nowhere, n_best=3)
     assert first.candidates == ()
     assert first.text(None) == ""
 
 
 def test_files(tmp_path):
-    answered = answers.collect(QUESTIONS, WINDOWS, SPANS, n_best=2)
-    answers.write_files(tmp_path / "v1", QUESTIONS, answered, {"f1": 0.5}, threshold=None)
-    answers.write_files(tmp_path / "v2", QUESTIONS, answered, {"f1": 0.5}, threshold=0.0)
+    answered = question_answering.merge_windows(QUESTIONS, WINDOWS, SPANS, n_best=2)
+    question_answering.write_answers(
+        tmp_path / "v1", QUESTIONS, answered, {"f1": 0.5}, threshold=None
+    )
+    question_answering.write_answers(
+        tmp_path / "v2", QUESTIONS, answered, {"f1": 0.5}, threshold=0.0
+    )
     read = lambda *parts: json.loads(tmp_path.joinpath(*parts).read_text())  # noqa: E731
     assert read("v1", "predictions.json") == {"a": "four", "b": "three"}
     assert read("v2", "predictions.json") == {"a": "four", "b": ""}
@@ -93,21 +96,21 @@ def test_scores_of_one_pair():
         ("", "y", 0, 0),
         ("caf\u00e9 \u2014 an", "caf\u00e9 \u2014", 1, 1),
     ):
-        assert answer_scores.exact_match(prediction, truth) == exact
-        assert answer_scores.f1(prediction, truth) == pytest.approx(f1)
+        assert question_answering.exact_match(prediction, truth) == exact
+        assert question_answering.f1(prediction, truth) == pytest.approx(f1)
 
 
 @given(text=st.text(alphabet="aAnthe. \t-_'\u00e9\u2019\u00a01\u0300", max_size=30))
 def test_normalization_is_that_of_the_other_script(text):
-    assert answer_scores.normalize(text).split() == squad_evaluation.words(text)
+    assert question_answering.normalize(text).split() == squad_evaluation.words(text)
 
 
 def test_best_of_several_truths_and_missing_predictions():
     question = QUESTIONS[0]
-    scores = answer_scores.score([question], {"a": "the four"})
+    scores = question_answering.score_answers([question], {"a": "the four"})
     assert scores == {"exact_match": 1.0, "f1": 1.0}
-    assert answer_scores.score([question], {}) == {"exact_match": 0.0, "f1": 0.0}
-    both = answer_scores.score(QUESTIONS, {"a": "two", "b": ""})
+    assert question_answering.score_answers([question], {}) == {"exact_match": 0.0, "f1": 0.0}
+    both = question_answering.score_answers(QUESTIONS, {"a": "two", "b": ""})
     assert both == {
         "exact_match": 0.5,
         "f1": (2 / 3 + 1) / 2,
@@ -124,7 +127,7 @@ def _thresholds_by_trying(questions, texts, odds, metric):
     none = math.nextafter(min(odds.values()), -math.inf)
     for threshold in [none, *sorted(set(odds.values()))]:
         predicted = {key: text if odds[key] <= threshold else "" for key, text in texts.items()}
-        scores.append((answer_scores.score(questions, predicted)[metric], threshold))
+        scores.append((question_answering.score_answers(questions, predicted)[metric], threshold))
     return max(scores, key=lambda pair: (pair[0], -pair[1]))
 
 
@@ -139,7 +142,7 @@ def test_best_thresholds(seed):
         questions.append(Question(str(number), "?", CONTEXT, truths, impossible))
         texts[str(number)] = rng.choice([truths[0].text if truths else "one", "two", "one two"])
         odds[str(number)] = round(rng.gauss(impossible, 1), 1)  # with ties
-    found = answer_scores.best_thresholds(questions, texts, odds)
+    found = question_answering.best_thresholds(questions, texts, odds)
     for metric in ("exact_match", "f1"):
         best, threshold = _thresholds_by_trying(questions, texts, odds, metric)
         assert found[f"best_{metric}"] == pytest.approx(best)
@@ -152,9 +155,13 @@ def test_an_answer_of_articles_is_one():
         Question("a", "?", CONTEXT, (Answer("two", 4),)),
         Question("b", "?", CONTEXT, impossible=True),
     ]
-    found = answer_scores.best_thresholds(questions, {"a": "two", "b": "the"}, {"a": 0.0, "b": 1.0})
+    found = question_answering.best_thresholds(
+        questions, {"a": "two", "b": "the"}, {"a": 0.0, "b": 1.0}
+    )
     assert (found["best_exact_match"], found["best_exact_match_threshold"]) == (1.0, 0.0)
-    found = answer_scores.best_thresholds(questions, {"a": "two", "b": "the"}, {"a": 1.0, "b": 0.0})
+    found = question_answering.best_thresholds(
+        questions, {"a": "two", "b": "the"}, {"a": 1.0, "b": 0.0}
+    )
     assert found["best_exact_match"] == found["best_f1"] == 0.5
 
 
@@ -162,7 +169,7 @@ def test_no_answer_at_all_may_be_best():
     """All scores stay finite, so the run does not count as diverged."""
     questions = [Question(str(i), "?", CONTEXT, impossible=True) for i in range(3)]
     odds = {"0": 1.0, "1": -2.0, "2": 0.0}
-    found = answer_scores.best_thresholds(questions, dict.fromkeys(odds, "one"), odds)
+    found = question_answering.best_thresholds(questions, dict.fromkeys(odds, "one"), odds)
     assert found["best_f1"] == 1.0
     assert -2.1 < found["best_f1_threshold"] < -2.0
 
@@ -200,7 +207,7 @@ def test_real_dev_files(real_data, version):
     with gzip.open(path, "rt", encoding="utf-8") as file:
         articles = json.load(file)["data"]
     theirs = squad_evaluation.evaluate(articles, predictions)
-    ours = answer_scores.score(questions, predictions)
+    ours = question_answering.score_answers(questions, predictions)
     assert 30 < theirs["exact_match"] < 80
     for metric, value in theirs.items():
         assert 100 * ours[metric] == pytest.approx(value, abs=1e-9)

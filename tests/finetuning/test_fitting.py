@@ -12,12 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.finetuning import fitting
-from convbert_jax.finetuning.results import Setting
-from convbert_jax.finetuning.predictions.collected import ROW, rows_evaluator
-from convbert_jax.finetuning.programs import Programs, narrow_head, widen_head
-from convbert_jax.finetuning.tasks import classification
-from convbert_jax.finetuning.tasks.task import FinetuningError
+from convbert_jax.finetuning import classification, fitting
+from convbert_jax.finetuning.fitting import Programs, narrow_head, widen_head
+from convbert_jax.finetuning.run_files import Setting
+from convbert_jax.finetuning.task import ROW, FinetuningError, rows_evaluator
 from convbert_jax.interfaces.batch import TextBatch
 from convbert_jax.recipes.finetuning import make_mesh
 from convbert_jax.training.environment import watchdog

@@ -11,8 +11,8 @@ from sklearn.metrics import confusion_matrix
 
 from convbert_jax.data.tasks import glue
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
-from convbert_jax.finetuning.predictions import files as prediction_files
-from convbert_jax.finetuning.predictions import pictures as prediction_pictures
+from convbert_jax.finetuning import predictions as prediction_files
+from convbert_jax.finetuning import predictions as prediction_pictures
 
 
 def make_task(kind="classification", labels=("no", "yes"), name="toy"):
@@ -98,7 +98,7 @@ def test_labels_of_any_script_are_drawn_without_a_warning_each(tmp_path, caplog)
     outputs, labels = np.eye(2), [0, 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for name, draw in prediction_pictures.PICTURES["classification"].items():
+        for name, draw in prediction_pictures.FIGURES["classification"].items():
             draw(tmp_path / f"{name}.png", task, outputs, labels, "toy \U00100001")
             draw(tmp_path / f"{name}.png", task, outputs, labels, "toy \U00100001")
     many = make_task(labels=tuple(f"intent {n}" for n in range(20)))

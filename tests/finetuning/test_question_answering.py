@@ -15,10 +15,9 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.tasks.labelled_text import Example
 from convbert_jax.data.tasks.squad import Answer, Question
 from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
-from convbert_jax.finetuning import run
-from convbert_jax.finetuning.programs import Programs
-from convbert_jax.finetuning.tasks import question_answering
-from convbert_jax.finetuning.tasks.task import FinetuningError
+from convbert_jax.finetuning import question_answering, run
+from convbert_jax.finetuning.fitting import Programs
+from convbert_jax.finetuning.task import FinetuningError
 from convbert_jax.inference.loading import read_finetuned
 from convbert_jax.inference.predictor import QuestionAnswerer, make_predictor
 from convbert_jax.interfaces.batch import AnswerBatch

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax import files
-from convbert_jax.finetuning import results
-from convbert_jax.finetuning.results import Setting
+from convbert_jax.finetuning import run_files
+from convbert_jax.finetuning.run_files import Setting
 from convbert_jax.workdir import Workdir
 from tests.refusals import refused
 
-RUN = results.RunResult(
+RUN = run_files.RunResult(
     task="toy",
     setting=Setting(1e-3, 3.0),
     seed=0,
@@ -32,16 +32,16 @@ def write(folder, *lines: bytes):
 
 @pytest.fixture
 def line(tmp_path) -> bytes:
-    results.append_result(Workdir(tmp_path), RUN)
+    run_files.append_result(Workdir(tmp_path), RUN)
     return Workdir(tmp_path).results.read_bytes().rstrip(b"\n")
 
 
 def test_it_comes_back(tmp_path, line):
-    (found,) = results.read_results(Workdir(tmp_path))
+    (found,) = run_files.read_results(Workdir(tmp_path))
     assert math.isnan(found.scores["validation"].pop("mcc"))
     assert found.setting == RUN.setting
     assert found.scores == {"validation": {"accuracy": 0.75}}
-    assert results.read_results(Workdir(tmp_path / "nowhere")) == []
+    assert run_files.read_results(Workdir(tmp_path / "nowhere")) == []
 
 
 @settings(max_examples=60)
@@ -49,8 +49,8 @@ def test_it_comes_back(tmp_path, line):
 def test_a_flipped_bit_of_a_result_never_passes_unseen(bit, tmp_path_factory):
     workdir = Workdir(tmp_path_factory.mktemp("run"))
     for seed in range(3):
-        results.append_result(workdir, dataclasses.replace(RUN, seed=seed))
-    before = repr(results.read_results(workdir))
+        run_files.append_result(workdir, dataclasses.replace(RUN, seed=seed))
+    before = repr(run_files.read_results(workdir))
     lines = workdir.results.read_bytes().splitlines(keepends=True)
     content = bytearray(lines[1])
     place = bit % (8 * len(content) - 8)  # not the newline, whose loss joins two lines
@@ -58,7 +58,7 @@ def test_a_flipped_bit_of_a_result_never_passes_unseen(bit, tmp_path_factory):
     workdir.results.write_bytes(b"".join([lines[0], bytes(content), lines[2]]))
     found = message = ""
     try:
-        found = repr(results.read_results(workdir))
+        found = repr(run_files.read_results(workdir))
     except files.DamagedFileError as error:
         message = str(error)
     assert found == before or (str(workdir.results) in message and "line 2" in message)
@@ -99,22 +99,22 @@ def test_a_damaged_line_is_named_and_the_others_are_kept(tmp_path, line):
     for content in damages(line).values():
         write(tmp_path, line, content, line)
         with refused(files.DamagedFileError, Workdir(tmp_path).results, "line 2"):
-            results.read_results(Workdir(tmp_path))
+            run_files.read_results(Workdir(tmp_path))
         write(tmp_path, line, line)  # the fix that the error suggests
-        assert len(results.read_results(Workdir(tmp_path))) == 2
+        assert len(run_files.read_results(Workdir(tmp_path))) == 2
 
 
 def test_what_a_kill_cut_off_is_taken_away(tmp_path, line):
     file = Workdir(tmp_path).results
     for end in (line[:-3], b"\xff\x00", b"{"):
         file.write_bytes(line + b"\n" + end)
-        assert len(results.read_results(Workdir(tmp_path))) == 1
+        assert len(run_files.read_results(Workdir(tmp_path))) == 1
         assert file.read_bytes() == line + b"\n"
 
 
 def test_a_result_without_a_score_of_its_task_is_refused(tmp_path, line):
-    runs = results.read_results(Workdir(tmp_path))
-    results.check_scores(Workdir(tmp_path), runs, ("validation",), ("accuracy", "mcc"))
+    runs = run_files.read_results(Workdir(tmp_path))
+    run_files.check_scores(Workdir(tmp_path), runs, ("validation",), ("accuracy", "mcc"))
     for splits, metrics in ((("validation", "test"), ("mcc",)), (("validation",), ("f1",))):
         with refused(files.DamagedFileError, Workdir(tmp_path).results, "toy", metrics[0]):
-            results.check_scores(Workdir(tmp_path), runs, splits, metrics)
+            run_files.check_scores(Workdir(tmp_path), runs, splits, metrics)

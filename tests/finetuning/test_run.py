@@ -16,11 +16,10 @@ import pytest
 from convbert_jax.config import Config, ConfigError, FinetuneSection, ModelSection
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
-from convbert_jax.finetuning import fitting, results, run, unfinished
-from convbert_jax.finetuning.results import Setting
-from convbert_jax.finetuning.predictions.collected import rows_evaluator
-from convbert_jax.finetuning.programs import Programs
-from convbert_jax.finetuning.tasks.task import FinetuningError
+from convbert_jax.finetuning import fitting, run, run_files
+from convbert_jax.finetuning.fitting import Programs
+from convbert_jax.finetuning.run_files import Setting
+from convbert_jax.finetuning.task import FinetuningError, rows_evaluator
 from convbert_jax.inference import loading
 from convbert_jax.inference.predictor import Predictor
 from convbert_jax.interop import sources
@@ -131,7 +130,7 @@ def test_a_search_is_chosen_by_the_median_and_keeps_all(start, tmp_path, caplog)
 
 
 def _run(seed, score, setting):
-    return results.RunResult(
+    return run_files.RunResult(
         task="toy", setting=setting, seed=seed, steps=1, loss=math.nan if score is None else 0.1,
         scores={"validation": {"accuracy": math.nan if score is None else score}},
         seconds=1.0, examples_per_second=1.0,
@@ -156,7 +155,7 @@ def test_a_run_that_diverges_is_told_and_kept(start, tmp_path):
     line = json.loads(Workdir(tmp_path).results.read_text())
     assert line["loss"] is None
     assert line["scores"]["validation"]["accuracy"] is None
-    assert math.isnan(results.read_results(Workdir(tmp_path))[0].loss)
+    assert math.isnan(run_files.read_results(Workdir(tmp_path))[0].loss)
 
 
 def test_the_rate_is_that_of_the_width_unless_one_is_named():
@@ -328,7 +327,7 @@ def test_a_submission_is_collected_by_seed(tmp_path):
         (place / "predictions" / "CoLA.tsv").write_text(f"index\tprediction\n0\t{place.name}\n")
         (place / "predictions" / "notes.tsv").write_text("not for the server")
     chosen = Setting(1.0, 1.0)
-    result = results.TaskResult("CoLA", ("mcc",), ("validation",), chosen, (), places)
+    result = run_files.TaskResult("CoLA", ("mcc",), ("validation",), chosen, (), places)
     recipe._collect_server_files(Workdir(tmp_path), [result])
     for place in places:
         files = {path.name for path in (tmp_path / "glue_server" / place.name).iterdir()}
@@ -375,7 +374,7 @@ def test_a_run_killed_half_way_goes_on_from_its_checkpoint(
     assert not Workdir(tmp_path / "whole").unfinished.path.exists()
 
     seen = count_steps(monkeypatch)
-    keep = unfinished.Unfinished.keep_if_due
+    keep = run_files.Unfinished.keep_if_due
 
     def dies_after(self, state, done):
         if by == "kill":
@@ -386,13 +385,13 @@ def test_a_run_killed_half_way_goes_on_from_its_checkpoint(
                 raise KeyboardInterrupt
             os.kill(os.getpid(), by)
 
-    monkeypatch.setattr(unfinished.Unfinished, "keep_if_due", dies_after)
+    monkeypatch.setattr(run_files.Unfinished, "keep_if_due", dies_after)
     folder = tmp_path / "killed"
     with pytest.raises(KeyboardInterrupt) as stopped:
         start(folder, **fields, finetune__checkpoint_minutes=1e-9)
     if by == signal.SIGTERM:
         assert stopped.value.by == "SIGTERM"  # determines the exit code
-    monkeypatch.setattr(unfinished.Unfinished, "keep_if_due", keep)
+    monkeypatch.setattr(run_files.Unfinished, "keep_if_due", keep)
     first = len(seen)
     result = start(folder, **fields)[0]
     # A signal is handled after the next step, which is saved; a kill loses that step.

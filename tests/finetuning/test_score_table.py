@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convbert_jax.data.tasks.glue import GLUE
-from convbert_jax.finetuning.scores import published
-from convbert_jax.finetuning.scores.score_table import Column, make_table, summarize, to_markdown
+from convbert_jax.finetuning import score_table
+from convbert_jax.finetuning.score_table import Column, make_table, summarize, to_markdown
 
 
 def markdown(columns, **options):
@@ -17,19 +17,19 @@ def markdown(columns, **options):
 
 
 def rows_with(average_is):
-    return [row for row in published.PUBLISHED if row.average_is == average_is]
+    return [row for row in score_table.PUBLISHED if row.average_is == average_is]
 
 
 def test_the_papers_average_is_the_mean_of_its_columns():
-    rows = rows_with(published.PAPER_MEAN)
+    rows = rows_with(score_table.PAPER_MEAN)
     assert len(rows) == 14
     for row in rows:
-        mean = statistics.mean(row.scores[key] for key in published.GLUE_COLUMNS.items())
+        mean = statistics.mean(row.scores[key] for key in score_table.GLUE_COLUMNS.items())
         assert mean == pytest.approx(row.average, abs=0.0751), row.model
 
 
 def test_the_leaderboards_score_is_another_mean_of_the_same_predictions():
-    rows = rows_with(published.LEADERBOARD_SCORE)
+    rows = rows_with(score_table.LEADERBOARD_SCORE)
     assert len(rows) == 3
     for row in rows:
         scores = row.scores
@@ -46,16 +46,16 @@ def test_the_leaderboards_score_is_another_mean_of_the_same_predictions():
             both(("MNLI", "accuracy"), ("MNLI mismatched", "accuracy")),
         ]
         assert statistics.mean(tasks) == pytest.approx(row.average, abs=0.0751)
-        paper = next(r for r in rows_with(published.PAPER_MEAN) if r.model == row.model)
+        paper = next(r for r in rows_with(score_table.PAPER_MEAN) if r.model == row.model)
         # Same predictions as in the paper's row; MRPC, QQP and STS-B use the second metric.
-        for key in published.GLUE_COLUMNS.items():
+        for key in score_table.GLUE_COLUMNS.items():
             assert scores[key] == pytest.approx(paper.scores[key], abs=0.051)
         assert 2 < paper.average - row.average < 4
 
 
 def test_columns_are_the_first_metrics_of_our_tasks():
-    assert {name: GLUE[name].metrics[0] for name in published.GLUE_COLUMNS} == (
-        published.GLUE_COLUMNS
+    assert {name: GLUE[name].metrics[0] for name in score_table.GLUE_COLUMNS} == (
+        score_table.GLUE_COLUMNS
     )
 
 
@@ -111,14 +111,14 @@ def test_table_of_some_tasks():
 def test_table_of_all_eight_names_the_papers_mean():
     columns = [
         Column(name, "validation_matched" if name == "MNLI" else "validation", metric, (0.5, 0.6))
-        for name, metric in published.GLUE_COLUMNS.items()
+        for name, metric in score_table.GLUE_COLUMNS.items()
     ]
     columns += [Column("MNLI", "validation_mismatched", "accuracy", (0.9, 0.9))]
     table = markdown(columns)
     rows = cells(table)
     assert rows["this run, median"]["mean of 8"] == "55.0"  # without MNLI mismatched
     assert rows["ConvBERT-base, 1M steps (ConvBERT, table 3)"]["mean of 8"] == "84.9"
-    assert published.PAPER_MEAN in table
+    assert score_table.PAPER_MEAN in table
     assert rows["ConvBERT-base (paddle_convbert, README)"]["MNLI mismatched acc"] == "87.9"
 
 

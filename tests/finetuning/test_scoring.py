@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from convbert_jax.config import ConfigError
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.tasks.labelled_text import LabelledTask
-from convbert_jax.finetuning.scores import scoring
+from convbert_jax.finetuning import scoring
 from tests.refusals import refused
 
 

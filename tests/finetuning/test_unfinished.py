@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from convbert_jax.files import DamagedFileError
-from convbert_jax.finetuning.origin import Origin
-from convbert_jax.finetuning.tasks.task import FinetuningError
-from convbert_jax.finetuning.unfinished import Unfinished
+from convbert_jax.finetuning.run_files import Provenance, Unfinished
+from convbert_jax.finetuning.task import FinetuningError
 from convbert_jax.training import distributed
 from convbert_jax.training.state import TrainState
 from convbert_jax.workdir import Workdir
@@ -82,7 +81,7 @@ WEIGHTS = {"embeddings": {"word": np.ones((3, 4))}, "encoder": {"0": np.zeros(2)
 
 
 def bind(folder, config, task, weights):
-    origin = Origin(Workdir(folder), config, [])
+    origin = Provenance(Workdir(folder), config, [])
     origin.bind_weights(weights)
     origin.bind_task(task)
 

@@ -8,7 +8,7 @@ import pytest
 
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.tasks.labelled_text import LabelledTask
-from convbert_jax.finetuning.tasks.task import FinetuningError
+from convbert_jax.finetuning.task import FinetuningError
 from convbert_jax.inference import loading
 from convbert_jax.interop import certificate, conversion
 from tests.inference.conftest import LABELS, MODELS, PAIRS, as_table

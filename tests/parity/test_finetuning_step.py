@@ -15,11 +15,10 @@ import pytest
 
 from configs import glue, squad
 from convbert_jax.config import OutputsSection, from_config_dict
-from convbert_jax.finetuning import fitting
-from convbert_jax.finetuning.results import Setting
-from convbert_jax.finetuning.programs import Programs, widen_head
-from convbert_jax.finetuning.tasks import classification, question_answering
-from convbert_jax.finetuning.tasks.task import FinetuneTask
+from convbert_jax.finetuning import classification, fitting, question_answering
+from convbert_jax.finetuning.fitting import Programs, widen_head
+from convbert_jax.finetuning.run_files import Setting
+from convbert_jax.finetuning.task import FinetuneTask
 from convbert_jax.objectives import classification as labelled_objective
 from convbert_jax.training import sharding
 from tests.parity.pytorch_weights import read

@@ -24,9 +24,8 @@ from convbert_jax.analysis.pretraining_report import Cloze, Number, Subword, Sus
 from convbert_jax.analysis.text_scores import Scores
 from convbert_jax.config import Config, GeneratorSection, to_dict
 from convbert_jax.data.parallel.references import References
-from convbert_jax.finetuning.results import Setting
-from convbert_jax.finetuning.results import RunResult, TaskResult
-from convbert_jax.finetuning.scores import score_table
+from convbert_jax.finetuning import score_table
+from convbert_jax.finetuning.run_files import RunResult, Setting, TaskResult
 from convbert_jax.recipes import pretraining
 from convbert_jax.recipes.reports import commands, held_out_text, page
 from convbert_jax.recipes.reports import finetuning as finetuning_reports

@@ -41,7 +41,7 @@ class LabelledTask:
     kind: str  # one of KINDS
     texts: int  # number of texts of an example, 1 or 2
     labels: tuple[str, ...]  # names in the order of the model's outputs; () for regression
-    metrics: tuple[str, ...]  # keys of finetuning/scores/scoring.py; the first selects
+    metrics: tuple[str, ...]  # keys of finetuning/scoring.py; the first selects
     splits: tuple[str, ...]  # all splits of the task
     reader: Callable[[str], list[Example]]
     # Labels in the files, if they differ from `labels` ("0" and "1" in GLUE)

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterable
 
 from convbert_jax.config import Config
-from convbert_jax.finetuning.tasks import question_answering
+from convbert_jax.finetuning import question_answering
 from convbert_jax.interop import conversion
 from convbert_jax.interop.networks import ConversionError, outline
 from convbert_jax.workdir import Workdir

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from convbert_jax import drawing
 from convbert_jax.analysis import sweep_report
 from convbert_jax.config import Config
-from convbert_jax.finetuning.results import RunResult, TaskResult, runs_of
-from convbert_jax.finetuning.scores import score_table
-from convbert_jax.finetuning.scores.score_table import Column, Table
+from convbert_jax.finetuning import score_table
+from convbert_jax.finetuning.run_files import RunResult, TaskResult, runs_of
+from convbert_jax.finetuning.score_table import Column, Table
 from convbert_jax.recipes.reports import commands, page
 from convbert_jax.workdir import Workdir
 

@@ -14,13 +14,15 @@ from convbert_jax.config.checks.finetuning import choose_head
 from convbert_jax.data.tasks.encoding import IGNORED, Encoded, Rows, encode_texts, encode_words
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask, require_labels, swap_texts
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.finetuning.predictions import files as prediction_files
-from convbert_jax.finetuning.predictions.collected import Collected, Predicted, rows_evaluator
-from convbert_jax.finetuning.scores import scoring
-from convbert_jax.finetuning.tasks.task import (
+from convbert_jax.finetuning import predictions as prediction_files
+from convbert_jax.finetuning import scoring
+from convbert_jax.finetuning.task import (
+    Collected,
     FinetuneTask,
     FinetuningError,
+    Predicted,
     Scores,
+    rows_evaluator,
     warn_of_unknown,
 )
 from convbert_jax.interfaces.evaluator import Evaluator

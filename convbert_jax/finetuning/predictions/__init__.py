@@ -1,1 +1,0 @@
-"""Predictions: collection from batches, answers, files and pictures."""

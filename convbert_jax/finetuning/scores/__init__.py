@@ -1,1 +1,0 @@
-"""Metrics, and tables of scores over seeds with published scores."""

@@ -1,1 +1,0 @@
-"""Fine-tuning tasks: classification, regression, tagging, and question answering."""
