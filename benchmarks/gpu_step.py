@@ -91,7 +91,7 @@ def compile_step(name: str, fields: dict) -> tuple[str, int, float]:
     from jax.experimental import topologies
 
     from benchmarks.step import read_config
-    from convbert_jax.recipes.planning import traced
+    from convbert_jax.recipes import planning
     from convbert_jax.training.program import make_program
     from convbert_jax.training.sharding import make_mesh
 
@@ -101,8 +101,8 @@ def compile_step(name: str, fields: dict) -> tuple[str, int, float]:
     config = read_config(name, None, fields)
     mesh = make_mesh(config.mesh, [device])
     with jax.set_mesh(mesh):
-        program = make_program(traced.make_task(config, device), config, mesh)
-        step = program.train_step.trace(program.abstract, traced.make_batch(config))
+        program = make_program(planning.make_task(config, device), config, mesh)
+        step = program.train_step.trace(program.abstract, planning.make_batch(config))
         started = time.perf_counter()
         compiled = step.lower(lowering_platforms=("cuda",)).compile()
     seconds = time.perf_counter() - started

@@ -138,7 +138,7 @@ def price(config: Config, target: str) -> dict[str, Any]:
     "compile_seconds" has the time of the call.
     """
     from convbert_jax.analysis.tpu_devices import open_topology
-    from convbert_jax.recipes.planning.tpu_slice import plan_slice
+    from convbert_jax.recipes.planning import plan_slice
 
     kind, _, sides = tpu_devices.chip(target).topology.partition(":")
     slice_of_one = open_topology(f"{kind}:{'x'.join('1' for _ in sides.split('x'))}")
@@ -192,7 +192,7 @@ def build(config: Config, target: str, runs: int | None = None):
     """
     import jax
 
-    from convbert_jax.recipes.planning.traced import make_batch, make_task
+    from convbert_jax.recipes.planning import make_batch, make_task
     from convbert_jax.training.program import make_program
     from convbert_jax.training.sharding import make_mesh
 

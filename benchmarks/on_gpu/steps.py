@@ -44,7 +44,7 @@ def _measure(results: Results, job: str, config) -> None:
     import jax
 
     from convbert_jax.analysis import flops
-    from convbert_jax.recipes.planning import traced
+    from convbert_jax.recipes import planning
     from convbert_jax.training.program import make_program
     from convbert_jax.training.sharding import make_mesh
 
@@ -52,8 +52,8 @@ def _measure(results: Results, job: str, config) -> None:
     mesh = make_mesh(config.mesh, [device])
     started = time.perf_counter()
     with jax.set_mesh(mesh):
-        program = make_program(traced.make_task(config, device), config, mesh)
-        shapes = traced.make_batch(config)
+        program = make_program(planning.make_task(config, device), config, mesh)
+        shapes = planning.make_batch(config)
         step = program.train_step.lower(program.abstract, shapes).compile()
         state = program.init(jax.random.key(config.seed))
         compiled = time.perf_counter() - started

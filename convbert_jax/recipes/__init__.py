@@ -1,13 +1,14 @@
 """Commands of the package: connect config, models, objectives, data and training.
 
-start.py        initial weights and config of a run; sequence_start.py: for generative models
+start.py        initial weights and config of a run
 prepared.py     training and held-out data
 tasks.py        model and loss of each recipe, as a `Task` for the trainer
 pretraining.py  long runs: every recipe except finetune
 evaluation.py   evaluation of checkpoints on held-out text
-writing/        generation and scoring of pair sets, after training and in evaluations
+scoring.py      generation and scoring of pair sets, after training and in evaluations
 finetuning.py   finetune: many short runs on labeled tasks
-planning/       memory and time of a run on devices that are not attached
+planning.py     memory and time of a run on devices that are not attached
+plan_search.py  largest batch; other meshes, microbatches and config.model.remat
 reports/        text and HTML report at the end of a run
 prediction.py   predictions of a trained model for new text
 inspection.py   plots of attention maps and convolution filters

@@ -17,13 +17,12 @@ from convbert_jax.inference.generation import read_mean
 from convbert_jax.interop import conversion
 from convbert_jax.interop.networks import abstract_params, outline, split
 from convbert_jax.interop.runs.vocabulary import check_learned, keep_vocabularies
-from convbert_jax.recipes import evaluation, finetuning, prepared, start, tasks, teaching
+from convbert_jax.recipes import evaluation, finetuning, prepared, scoring, start, tasks, teaching
 from convbert_jax.recipes.prepared import Data
-from convbert_jax.recipes.reports import held_out_text, page
+from convbert_jax.recipes.reports import page
 from convbert_jax.recipes.reports import pretraining as reports
 from convbert_jax.recipes.reports.pretraining import PretrainingReport
 from convbert_jax.recipes.results import PretrainingResult
-from convbert_jax.recipes.writing import scoring
 from convbert_jax.training import loop, optimizer, sharding
 from convbert_jax.training.environment import devices
 from convbert_jax.training.reports import reporting, trackers
@@ -265,8 +264,8 @@ def _report(config, workdir, data: Data, result: loop.Result, metrics, mesh) -> 
     if result.interrupted:
         return report
     with jax.set_mesh(mesh):
-        cloze = held_out_text.fill_in(config, data.corpus, result.state.params)
-        suspects = held_out_text.detect(config, data.corpus, result.state.params)
+        cloze = reports.fill_in(config, data.corpus, result.state.params)
+        suspects = reports.detect(config, data.corpus, result.state.params)
     try:
         picture = pretraining_report.plot_curves(report.curves, workdir.curves, report.title)
     except Exception as error:  # a failed plot must not fail a finished run

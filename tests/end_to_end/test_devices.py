@@ -12,7 +12,7 @@ from convbert_jax import recipes
 from convbert_jax.config import Config, MeshSection, from_config_dict, to_dict
 from convbert_jax.config.run import RECIPES
 from convbert_jax.interfaces.special_ids import SpecialIds
-from convbert_jax.recipes.planning import traced
+from convbert_jax.recipes import planning
 from convbert_jax.training import memory, sharding
 from convbert_jax.training.program import make_program
 from tests.models.mean_mixer import NAME
@@ -112,9 +112,9 @@ def test_every_recipe_can_send_gradients_in_bfloat16(recipe):
     config = from_config_dict(values)
     mesh = sharding.make_mesh(MeshSection(data=4, fsdp=2), jax.devices())
     shards = memory.count_shards(mesh)
-    task = traced.make_task(config, jax.devices()[0], shards=shards)
+    task = planning.make_task(config, jax.devices()[0], shards=shards)
     program = make_program(task, config, mesh)
-    batch = traced.make_batch(config, shards)
+    batch = planning.make_batch(config, shards)
     with jax.set_mesh(mesh):
         text = str(program.train_step.trace(program.abstract, batch).jaxpr)
     assert "bf16[8,512,64]" in text  # one per device, before the sum

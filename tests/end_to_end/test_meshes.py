@@ -26,8 +26,7 @@ from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import split
 from convbert_jax.interop.sources import Source
 from convbert_jax.objectives import classification, span_extraction
-from convbert_jax.recipes import teaching
-from convbert_jax.recipes.planning import traced
+from convbert_jax.recipes import planning, teaching
 from convbert_jax.training import optimizer, sharding
 from convbert_jax.training.program import Program, make_program
 from convbert_jax.training.task import Params
@@ -143,7 +142,7 @@ def make_teacher(config: Config) -> teaching.Teacher:
     fields = {"model.layers": 2, "model.hidden_size": 32}
     network = make_config(config.recipe, **fields)
     weights = jax.eval_shape(
-        lambda: traced.make_task(network, jax.devices()[0]).init(jax.random.key(0))
+        lambda: planning.make_task(network, jax.devices()[0]).init(jax.random.key(0))
     )
     networks = split(network, jax.tree_util.tree_map_with_path(draw, weights))
     with pytest.MonkeyPatch.context() as patch:
@@ -156,7 +155,7 @@ def make_teacher(config: Config) -> teaching.Teacher:
 def make_pretraining(config: Config, mesh: Mesh) -> Case:
     device = mesh.devices.flat[0]
     teacher = make_teacher(config) if config.distillation.teacher else None
-    program = make_program(traced.make_task(config, device, teacher), config, mesh)
+    program = make_program(planning.make_task(config, device, teacher), config, mesh)
     batch = rows()
     if config.data.layout == "pairs":
         batch["type_ids"] = np.where(batch["segment_ids"] == 2, 1, 0).astype(np.int32)

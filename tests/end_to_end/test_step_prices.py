@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import step
 from convbert_jax.analysis.tpu_devices import open_topology
-from convbert_jax.recipes.planning.tpu_slice import plan_slice
+from convbert_jax.recipes.planning import plan_slice
 from tests.running import needs_libtpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.tpu_compile, needs_libtpu]

@@ -22,7 +22,7 @@ from convbert_jax.models.sequences.networks import LanguageModel
 from convbert_jax.ops.attention import attention, pallas_tpu
 from convbert_jax.ops.dropout import Dropout
 from convbert_jax.ops.tpu.attention import longest
-from convbert_jax.recipes.planning.tpu_slice import plan_slice
+from convbert_jax.recipes.planning import plan_slice
 from convbert_jax.training import sharding
 from convbert_jax.training.program import make_program
 from tests.end_to_end.test_devices import small_config

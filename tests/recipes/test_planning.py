@@ -13,7 +13,7 @@ from convbert_jax.analysis import tpu_plan
 from convbert_jax.analysis.tpu_devices import CHIPS, open_topology
 from convbert_jax.config import ConfigError, MeshSection
 from convbert_jax.interop.networks import abstract_params
-from convbert_jax.recipes.planning import candidates, traced
+from convbert_jax.recipes import plan_search, planning
 from convbert_jax.training import sharding, state
 from tests.refusals import refused
 from tests.running import needs_libtpu
@@ -142,11 +142,11 @@ def test_a_gpu_moves_about_what_xla_compiles_for_one(tmp_path, name, loops, giga
 @pytest.mark.parametrize("recipe", ["replaced_token", "masked_lm", "causal_lm", "span_corruption"])
 def test_a_batch_has_the_shapes_of_training(recipe):
     config = make_config(recipe=recipe, train__batch_size=6)
-    batch = traced.make_batch(config)
+    batch = planning.make_batch(config)
     assert {name: x.shape for name, x in batch.items()} == dict.fromkeys(
         ("tokens", "segment_ids", "type_ids"), (6, 32)
     )
-    task = traced.make_task(config, jax.devices()[0])
+    task = planning.make_task(config, jax.devices()[0])
     loss, _ = jax.eval_shape(
         task.loss, abstract_params(config), batch, jax.random.key(0), *task.phase(0)
     )
@@ -160,7 +160,7 @@ def test_pairs_are_planned_at_their_longest(tmp_path):
         parallel__batch_tokens=1000,
         parallel__source="parallel:a,b",
     )
-    batch = traced.make_batch(config, shards=4)
+    batch = planning.make_batch(config, shards=4)
     assert {x.shape for x in batch.values()} == {(28, 32)}
     plan = recipes.plan(config, tmp_path, topology="gpu:l4x4")
     assert plan.numbers["tokens"] == 2 * 28 * 32
@@ -209,8 +209,8 @@ def test_a_slice_is_compiled_for(tmp_path):
 @needs_libtpu
 def test_meshes_of_a_slice_are_compared(tmp_path, monkeypatch):
     """Compiles one candidate of every kind: mesh, accumulation, remat."""
-    monkeypatch.setattr(candidates, "REMAT", ("none", "full"))
-    monkeypatch.setattr(candidates, "other_meshes", lambda axes: [MeshSection(2, 1, 2, 1)])
+    monkeypatch.setattr(plan_search, "REMAT", ("none", "full"))
+    monkeypatch.setattr(plan_search, "other_meshes", lambda axes: [MeshSection(2, 1, 2, 1)])
     config = make_config(**ON_TPU)
     result = recipes.plan(config, tmp_path, topology="v5e:2x2", compare=True)
     numbers = json.loads(json.dumps(result.numbers))

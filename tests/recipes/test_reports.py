@@ -26,13 +26,12 @@ from convbert_jax.config import Config, GeneratorSection, to_dict
 from convbert_jax.data.parallel.references import References
 from convbert_jax.finetuning import score_table
 from convbert_jax.finetuning.run_files import RunResult, Setting, TaskResult
-from convbert_jax.recipes import pretraining
-from convbert_jax.recipes.reports import commands, held_out_text, page
+from convbert_jax.recipes import pretraining, scoring
 from convbert_jax.recipes.reports import finetuning as finetuning_reports
+from convbert_jax.recipes.reports import page
 from convbert_jax.recipes.reports import pretraining as pretraining_reports
 from convbert_jax.recipes.reports.pretraining import PretrainingReport
-from convbert_jax.recipes.writing import settings
-from convbert_jax.recipes.writing.scoring import Set
+from convbert_jax.recipes.scoring import Set
 from convbert_jax.training import sharding
 from convbert_jax.training.reports.reporting import HealthWatch
 from convbert_jax.workdir import Workdir
@@ -57,7 +56,7 @@ def page_of_pretraining(t, *, interrupted=False, folder="runs/it", curves=CURVES
         scores=Scores({"bleu": 12.5}, t[10]),
         unread=(0, ""),
         cut=0,
-        decoding=settings.collect(config, (40,), "float32"),
+        decoding=scoring.collect_settings(config, (40,), "float32"),
         file=Workdir(folder).path / "validation.txt",
     )
     report = PretrainingReport(
@@ -221,9 +220,9 @@ NO_GENERATOR = Config(recipe="masked_lm", generator=GeneratorSection(kind="unifo
 @pytest.mark.parametrize(
     ("predict", "config"),
     [
-        (held_out_text.fill_in, Config()),
-        (held_out_text.fill_in, NO_GENERATOR),  # masked_lm has no generator
-        (held_out_text.detect, Config()),
+        (pretraining_reports.fill_in, Config()),
+        (pretraining_reports.fill_in, NO_GENERATOR),  # masked_lm has no generator
+        (pretraining_reports.detect, Config()),
     ],
 )
 def test_rows_of_padding_are_not_counted(predict, config, monkeypatch):
@@ -231,8 +230,8 @@ def test_rows_of_padding_are_not_counted(predict, config, monkeypatch):
     tokens = np.arange(32 * 4).reshape(32, 4)
     batch = {"tokens": tokens, "segment_ids": np.repeat(np.arange(32) < 5, 4).reshape(32, 4) * 1}
     positions = np.zeros((32, 1), int), np.ones((32, 1)), tokens[:, :1]
-    found = positions if predict is held_out_text.fill_in else (tokens + 1, tokens)
-    monkeypatch.setattr(held_out_text, "_run", lambda *given: (batch, found))
+    found = positions if predict is pretraining_reports.fill_in else (tokens + 1, tokens)
+    monkeypatch.setattr(pretraining, "_run", lambda *given: (batch, found))
     pieces = types.SimpleNamespace(pieces=lambda ids: list(map(str, ids)))
     assert predict(config, types.SimpleNamespace(tokenizer=pieces), None).rows == 5
 
@@ -287,7 +286,7 @@ def test_a_folder_of_any_name_is_quoted(name):
     name = name.replace("\x00", "").replace("://", "")
     hypothesis.assume(name.encode("utf-8", "ignore").decode() == name)  # other names are refused
     workdir = Workdir("runs/" + name)
-    assert shlex.split(commands.resume(workdir))[-1] == f"--workdir={workdir}"
+    assert shlex.split(page.resume_command(workdir))[-1] == f"--workdir={workdir}"
 
 
 @pytest.mark.parametrize(
@@ -298,7 +297,7 @@ def test_next_commands_are_valid(name, tmp_path):
     workdir = Workdir(tmp_path / "a run")
     workdir.path.mkdir()
     files.write_json(workdir.config, to_dict(config))
-    typed = [c for _, c in commands.after_pretraining(config, workdir, config.train.steps)]
+    typed = [c for _, c in page.after_pretraining(config, workdir, config.train.steps)]
     for command in typed:
         read(command)
     assert any("--output=written.txt" in command for command in typed) == config.writes_text
@@ -315,7 +314,7 @@ def test_a_run_on_other_text_has_its_own_data(name, tmp_path):
     config = convbert_jax.load_config(name, **old, **{"data.directory": "shards"})
     workdir = Workdir(tmp_path)
     files.write_json(workdir.config, to_dict(config))
-    typed = [command for _, command in commands.after_pretraining(config, workdir, 40)]
+    typed = [command for _, command in page.after_pretraining(config, workdir, 40)]
     other = read(next(command for command in typed if "runs/mine" in command)).config
     assert other.data.directory == getattr(other, section).validation_source == ""
     assert "FILE" in getattr(other, section).source or "FOLDER" in getattr(other, section).source
@@ -324,7 +323,7 @@ def test_a_run_on_other_text_has_its_own_data(name, tmp_path):
 def test_export_is_named_only_for_models_that_have_it():
     own = dataclasses.replace(Config().model, mixer="dynamic")
     config = dataclasses.replace(Config(), model=own)
-    typed = commands.after_pretraining(config, Workdir("runs/it"), 40)
+    typed = page.after_pretraining(config, Workdir("runs/it"), 40)
     assert not [command for _, command in typed if "--mode=export" in command]
 
 

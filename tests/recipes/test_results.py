@@ -45,7 +45,7 @@ def fail(*arguments, **options):
 def without_predictions(patch) -> None:
     """Skip a report's predictions for held-out text, which need further compilation."""
     for name in ("fill_in", "detect"):
-        patch.setattr(pretraining.held_out_text, name, lambda *arguments: None)
+        patch.setattr(reports, name, lambda *arguments: None)
 
 
 def test_pretraining_returns_its_numbers(pretrained, pretraining_config, caplog):
@@ -238,7 +238,7 @@ def test_an_interrupted_run_writes_its_page_at_once(
     folder = shutil.copytree(pretrained.folder, tmp_path / "run")
     monkeypatch.setattr(pretraining.loop, "train", stopped)
     for name in ("fill_in", "detect"):
-        monkeypatch.setattr(pretraining.held_out_text, name, fail)
+        monkeypatch.setattr(reports, name, fail)
     monkeypatch.setattr(pretraining.pretraining_report, "plot_curves", fail)
     assert recipes.pretrain(pretraining_config, folder).report == ""
     page = Page((folder / "report.html").read_text())

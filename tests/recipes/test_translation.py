@@ -23,7 +23,7 @@ from convbert_jax.files import write_json
 from convbert_jax.inference import generation, stream
 from convbert_jax.interop import conversion, importing, sources
 from convbert_jax.interop.matching import replace
-from convbert_jax.recipes.writing import settings
+from convbert_jax.recipes import scoring
 from convbert_jax.workdir import Workdir
 from tests.html import Page
 from tests.refusals import refused
@@ -440,10 +440,10 @@ def test_settings_of_a_score_are_those_that_its_method_reads(fields, names, part
         Config(recipe="translation", seed=3),
         {f"decoding.{name}": value for name, value in fields.items()},
     )
-    found = settings.collect(config, [7], "bfloat16")
+    found = scoring.collect_settings(config, [7], "bfloat16")
     always = {"method", "length_ratio", "length_extra", "checkpoints", "dtype"}
     assert set(found) == always | names
-    described = settings.describe(found)
+    described = scoring.describe_settings(found)
     for part in (*parts, "90", "checkpoint 7", "bfloat16"):
         assert part in described
     assert ("length^" in described) == any(part.startswith("length^") for part in parts)

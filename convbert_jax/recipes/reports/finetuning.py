@@ -11,7 +11,7 @@ from convbert_jax.config import Config
 from convbert_jax.finetuning import score_table
 from convbert_jax.finetuning.run_files import RunResult, TaskResult, runs_of
 from convbert_jax.finetuning.score_table import Column, Table
-from convbert_jax.recipes.reports import commands, page
+from convbert_jax.recipes.reports import page
 from convbert_jax.workdir import Workdir
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def make_page(
         state=f"finished: {count} runs of {', '.join(result.task for result in results)}",
         table=table,
         tasks=[_describe_task(result, columns) for result in results],
-        following=[("Train more seeds of every task", commands.resume(workdir, seeds))],
+        following=[("Train more seeds of every task", page.resume_command(workdir, seeds))],
     )
 
 
@@ -67,7 +67,7 @@ def make_interrupted_page(
         config,
         about,
         state=f"interrupted; finished runs: {len(runs)}",
-        resume=commands.resume(workdir),
+        resume=page.resume_command(workdir),
         runs=rows,
     )
 
@@ -83,7 +83,7 @@ def _describe_task(result: TaskResult, columns: Sequence[Column]) -> dict[str, A
         "settings": _tabulate_settings(result),
         "chosen_row": list(result.medians).index(result.chosen),
         "pictures": _read_pictures(models[0]),
-        "commands": commands.after_finetuning(result.task, models),
+        "commands": page.after_finetuning(result.task, models),
     }
 
 

@@ -18,6 +18,7 @@ from convbert_jax import files
 from convbert_jax.analysis import text_scores
 from convbert_jax.analysis.text_scores import Scores
 from convbert_jax.config import Config, ParallelSection
+from convbert_jax.config.sequences.sections import DecodingSection
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel.pair_source import open_pairs
 from convbert_jax.data.parallel.parallel_text import ParallelText
@@ -29,9 +30,61 @@ from convbert_jax.data.parallel.references import (
 )
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference.generation import Writer
-from convbert_jax.recipes.writing import settings
 from convbert_jax.training.environment import devices
 from convbert_jax.training.task import Params
+
+_OF_METHOD = {
+    "beam": ("beam", "length_penalty"),
+    "greedy": (),
+    # of n_best samples, the one with the best score is used
+    "sample": ("n_best", "length_penalty", "temperature", "top_k", "top_p"),
+}
+
+
+def collect_settings(config: Config, steps: Sequence[int], dtype: str) -> dict[str, Any]:
+    """Returns the settings that determine the generated texts, JSON-compatible.
+
+    Args:
+      steps: steps of the averaged checkpoints.
+      dtype: dtype of the computation.
+    """
+    d = config.decoding
+    drawn = {"seed": config.seed} if d.method == "sample" else {}
+    return {
+        "method": d.method,
+        **{name: getattr(d, name) for name in _OF_METHOD[d.method]},
+        **drawn,
+        "length_ratio": d.length_ratio,
+        "length_extra": d.length_extra,
+        "checkpoints": list(steps),
+        "dtype": dtype,
+    }
+
+
+def describe_settings(settings: Mapping[str, Any]) -> str:
+    """Formats the settings of `collect` as one line."""
+    d = DecodingSection(
+        **{name: value for name, value in settings.items() if hasattr(DecodingSection, name)}
+    )
+    how = {
+        "beam": f"beam {d.beam}",
+        "greedy": "greedy",
+        "sample": f"sampled (temperature {d.temperature:g}, top k {d.top_k}, top p {d.top_p:g}, "
+        f"seed {settings.get('seed')})",
+    }[d.method]
+    if d.method == "sample" and d.n_best > 1:
+        how += f", the best of {d.n_best}"
+    if d.method != "greedy" and (d.method == "beam" or d.n_best > 1):
+        how += f", score / length^{d.length_penalty:g}"
+    steps = settings["checkpoints"]
+    checkpoints = f"checkpoint {steps[0]}"
+    if len(steps) > 1:
+        checkpoints = f"mean of {len(steps)} checkpoints, {steps[0]} to {steps[-1]}"
+    most = f"at most {d.length_extra} tokens"
+    if d.length_ratio:
+        most = f"at most {d.length_ratio:g} x source tokens + {d.length_extra}"
+    return f"{how}; {most}; {checkpoints}; {settings['dtype']}"
+
 
 HELDOUT = "validation"
 _EXAMPLES = 3
@@ -140,7 +193,7 @@ def score_sets(
     device = jax.local_devices()[0]
     dtype = devices.compute_dtype(config, device)
     writer = Writer(config, params, tokenizers, dtype)
-    how = settings.collect(config, steps, jnp.dtype(dtype).name)
+    how = collect_settings(config, steps, jnp.dtype(dtype).name)
     scored = [_score(config, writer, name, found, how, folder) for name, found in sets.items()]
     return scored, unwritten
 
@@ -206,7 +259,7 @@ def describe(sets: Sequence[Set]) -> list[str]:
 
 def list_settings(found: Set) -> list[str]:
     """Returns the score signature, the decoding settings, and the number of truncated sources."""
-    lines = [found.scores.signature, settings.describe(found.decoding)]
+    lines = [found.scores.signature, describe_settings(found.decoding)]
     if found.cut:
         lines.append(f"{found.cut} of {len(found.written)} sources truncated to the model's length")
     return lines

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from convbert_jax.analysis import plans, tpu_plan
 from convbert_jax.analysis.tpu_devices import open_topology
-from convbert_jax.recipes.planning import candidates, tpu_slice
+from convbert_jax.recipes import plan_search, planning
 from convbert_jax.training import sharding
 from tests.analysis.test_plan import make_plan, make_step
 from tests.running import needs_libtpu
@@ -49,7 +49,7 @@ class Planner:
 
     def search(self, rows, **fields):
         config = make_config(train__batch_size=rows, **fields)
-        return candidates.find_largest(self(config), self)
+        return plan_search.find_largest(self(config), self)
 
 
 @settings(max_examples=30)
@@ -77,7 +77,7 @@ def test_the_search_ends_at_the_largest_batch(fixed, slope, batch, accumulation)
     search = planner.search(4 * accumulation * batch, train__accumulation=accumulation)
     tried, found = planner.tried, search.plan
     assert all(rows % unit == 0 for rows in tried)
-    assert len(tried) <= 1 + candidates._SEARCHES
+    assert len(tried) <= 1 + plan_search._SEARCHES
     assert [trial.plan.rows for trial in search.trials] == tried
     assert found is not None
     # A planned batch is an upper bound; a single plan does not show how memory grows.
@@ -148,7 +148,7 @@ def test_a_batch_that_does_not_fit_leads_to_one_that_does():
 
 def test_other_meshes_keep_what_a_run_needs():
     def sizes(*axes):
-        found = candidates.other_meshes(dict(zip(sharding.AXES, axes, strict=True)))
+        found = plan_search.other_meshes(dict(zip(sharding.AXES, axes, strict=True)))
         return [dataclasses.astuple(mesh) for mesh in found]
 
     assert sizes(16, 1, 1, 1) == [
@@ -171,7 +171,7 @@ def test_what_is_computed_again_is_compared_on_the_best_mesh():
         return make_plan(step, config=config, axes=axes)
 
     first = fake(make_config(mesh__data=16))
-    compared = candidates.compare(first, fake)
+    compared = plan_search.compare(first, fake)
     again = [each for each in compared if each.config.model.remat != "none"]
     assert [each.config.model.remat for each in again] == ["dots", "full"]
     assert {each.axes["fsdp"] for each in again} == {4}
@@ -192,13 +192,13 @@ def test_fewer_rows_at_once_are_compared_as_long_as_they_are_better():
         return make_plan(step, config=config, rows=rows, axes=axes_of(data=1))
 
     first = fake(make_config(train__batch_size=256))
-    planned = [first, *candidates.compare(first, fake)]
+    planned = [first, *plan_search.compare(first, fake)]
     assert tried == [*((n, "none") for n in (1, 2, 4, 8)), (4, "dots"), (4, "full")]
     best = plans.recommend(planned)
     assert best.config.train.accumulation == 4
     assert plans.flags_of(best).endswith(" --config.model.remat=none --config.train.accumulation=4")
     tried.clear()
-    candidates.compare(fake(make_config(train__batch_size=24)), fake)  # 12 rows do not divide
+    plan_search.compare(fake(make_config(train__batch_size=24)), fake)  # 12 rows do not divide
     assert {accumulation for accumulation, _ in tried} == {1}
 
 
@@ -210,7 +210,7 @@ def test_the_largest_batch_of_a_slice_is_compiled(monkeypatch):
 
     Near the real memory limit a compilation takes many minutes.
     """
-    monkeypatch.setattr(candidates, "_SEARCHES", 1)
+    monkeypatch.setattr(plan_search, "_SEARCHES", 1)
     config = make_config(
         recipe="masked_lm", train__batch_size=2**14, model__hidden_size=128,
         model__embedding_size=128, compute_dtype="bfloat16",
@@ -218,7 +218,7 @@ def test_the_largest_batch_of_a_slice_is_compiled(monkeypatch):
     topology = open_topology("v5e:2x2")
     chip = dataclasses.replace(topology.chip, hbm_bytes=4.0 * 2**30)
     small = dataclasses.replace(topology, chip=chip)
-    numbers = tpu_slice.plan_slice(
+    numbers = planning.plan_slice(
         config, small, largest_batch=True, compare=False, price=None
     ).numbers
     first, second = numbers["search"]["trials"]
