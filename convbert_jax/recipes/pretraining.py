@@ -213,7 +213,7 @@ def _conclude(
             workdir, lambda: _make_page(report, task, result.state.params, metrics, mesh)
         )
         if not report.interrupted:
-            text = reports.describe(report, page=written)
+            text = reports.describe(report, has_page=written)
         elif written:
             logging.info("Wrote the report of the interrupted run: %s", workdir.report)
         curves = workdir.curves if report.picture else None

@@ -231,7 +231,7 @@ def test_rows_of_padding_are_not_counted(predict, config, monkeypatch):
     batch = {"tokens": tokens, "segment_ids": np.repeat(np.arange(32) < 5, 4).reshape(32, 4) * 1}
     positions = np.zeros((32, 1), int), np.ones((32, 1)), tokens[:, :1]
     found = positions if predict is pretraining_reports.fill_in else (tokens + 1, tokens)
-    monkeypatch.setattr(pretraining, "_run", lambda *given: (batch, found))
+    monkeypatch.setattr(pretraining_reports, "_run", lambda *given: (batch, found))
     pieces = types.SimpleNamespace(pieces=lambda ids: list(map(str, ids)))
     assert predict(config, types.SimpleNamespace(tokenizer=pieces), None).rows == 5
 
@@ -251,7 +251,7 @@ def test_numbers_are_of_the_last_evaluation(evaluated, tmp_path, monkeypatch):
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     report = pretraining._report(config, Workdir(tmp_path), data, result, metrics, mesh)
     assert [written[2] for written in kept] == [values if evaluated == 4 else {}]
-    text = pretraining_reports.describe(dataclasses.replace(report, written=()), page=False)
+    text = pretraining_reports.describe(dataclasses.replace(report, written=()), has_page=False)
     first, *_ = text.splitlines()
     assert first.startswith("it, step 4, ")
     assert ("step 2" in first) == (evaluated == 2)

@@ -154,11 +154,11 @@ class PretrainingReport:
         return f"{self.config.name}, step {self.step:,}"
 
 
-def describe(report: PretrainingReport, *, page: bool) -> str:
+def describe(report: PretrainingReport, *, has_page: bool) -> str:
     """Returns the text for the terminal.
 
     Args:
-      page: whether report.html was written.
+      has_page: whether report.html was written.
     """
     numbers = pretraining_report.describe_numbers(report.numbers)
     lines = [f"{report.title}, {_describe_evaluation(report)}", *(f"  {line}" for line in numbers)]
@@ -178,7 +178,7 @@ def describe(report: PretrainingReport, *, page: bool) -> str:
         f"To train longer, repeat the command with {page.more_steps(report.step)}",
         f"To train on your own {what}, add {page.own_text(report.config)}",
     ]
-    if page:
+    if has_page:
         lines.append(f"Full report for a browser: {report.workdir.report}")
     return "\n".join(lines)
 
