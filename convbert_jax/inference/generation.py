@@ -23,7 +23,7 @@ from convbert_jax.data.tasks.labelled_text import Example
 from convbert_jax.data.tasks.length_buckets import choose_buckets
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference.predictor import choose_batch_size
-from convbert_jax.inference.texts import Texts
+from convbert_jax.inference.texts import make_texts
 from convbert_jax.interop import matching, sources
 from convbert_jax.interop.networks import MODELS
 from convbert_jax.models.build import build
@@ -221,7 +221,7 @@ class Writer:
           tokenizers: source and target tokenizer.
           dtype: dtype of the computation; scores are float32.
         """
-        self.config, self.texts = config, Texts(config, *tokenizers)
+        self.config, self.texts = config, make_texts(config, *tokenizers)
         self._exact = not self.texts.goes_on and config.encoder_decoder.encoder.reads_padding
         self._params = memory.put_on_device(params)
         graphdef, _ = build(MODELS[config.recipe], config)

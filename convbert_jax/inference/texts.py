@@ -9,7 +9,7 @@ causal_lm        [CLS] text            -> continuation [SEP]
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, TypedDict
+from typing import ClassVar, NamedTuple, TypedDict
 
 from convbert_jax.config import Config
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
@@ -91,63 +91,34 @@ class Encoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Converts between texts and token ids for the recipe of a config.
+    """Converts between texts and token ids for a generative model.
 
     Attributes:
       source, target: tokenizers of inputs and outputs.
+      goes_on: whether the output continues the input.
     """
 
     config: Config
     source: Tokenizer
     target: Tokenizer
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the output continues the input."""
-        return self.config.recipe == "causal_lm"
+    goes_on: ClassVar[bool] = False
 
     @property
     def longest(self) -> tuple[int, str]:
         """Maximum tokens of an input, and the field that defines it."""
-        if self.config.reads_pairs:
-            return self.config.parallel.max_length, "config.parallel.max_length"
-        most, positions = self.config.data.length, self.config.model.positions
-        if self.goes_on and self.config.sequence.positions == "learned" and most >= positions:
-            return positions - 1, "config.model.positions - 1"  # leave a position for the output
-        return most, "config.data.length"
+        return self.config.data.length, "config.data.length"
 
     @property
     def barred(self) -> tuple[int, ...]:
         """Token ids that are never generated: special tokens without text."""
         special = self.target.special
-        kept = {special.sep}  # may have the same id as [CLS]
-        if self.config.recipe == "span_corruption":
-            kept |= set(special.sentinels)
-        return tuple(sorted(set(special.by_name.values()) - kept))
+        # [SEP] may have the same id as [CLS].
+        return tuple(sorted(set(special.by_name.values()) - {special.sep}))
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Encodes texts as model inputs."""
-        if self.config.recipe == "span_corruption":
-            found = [self._with_sentinels(text) for text in texts]
-        else:
-            special = self.source.special
-            start, end = ([special.cls], []) if self.goes_on else ([], [special.sep])
-            encoded = self.source.encode(texts) if texts else []
-            found = [
-                ([*start, *ids, *end], "")
-                if len(ids) or self.goes_on
-                else ([], "is empty or has no characters of the vocabulary")
-                for ids in encoded
-            ]
-        return [self._fit(ids, problem) for ids, problem in found]
-
-    def _fit(self, ids: list[int], problem: str) -> Encoded:
-        most, field = self.longest
-        if len(ids) <= most:
-            return Encoded(ids, problem)
-        if self.config.reads_pairs and self.config.parallel.cut_sources:
-            return Encoded([*ids[: most - 1], self.source.special.sep], problem, cut=True)
-        return Encoded([], f"has {len(ids)} tokens, more than the {most} of {field}")
+        encoded = self.source.encode(texts) if texts else []
+        return [self._fit(*self._frame(list(ids))) for ids in encoded]
 
     def decode(self, read: Sequence[int], written: Sequence[int]) -> str:
         """Decodes an output.
@@ -156,30 +127,87 @@ class Texts:
           read: token ids of the input.
           written: generated token ids without [CLS] and [SEP].
         """
-        ids = list(written)
-        if self.goes_on:
-            ids = [*read[1:], *written]
-        elif self.config.recipe == "span_corruption":
-            ids = self._fill(read[1:-2], written)
         # The first generated token may continue a word.
-        return self.target.decode(ids).removeprefix(
+        return self.target.decode(self._join(read, written)).removeprefix(
             INSIDE if self.target.kind == "wordpiece" else ""
         )
 
-    def _with_sentinels(self, text: str) -> tuple[list[int], str]:
-        special, hole = self.source.special, mask_token(self.source)
-        ids = encode_masked(self.source, text)
+    def _frame(self, ids: list[int]) -> tuple[list[int], str]:
+        """Returns (ids with special tokens, problem)."""
+        raise NotImplementedError
+
+    def _join(self, read: Sequence[int], written: Sequence[int]) -> list[int]:
+        """Returns the ids of the output text."""
+        return list(written)
+
+    def _fit(self, ids: list[int], problem: str) -> Encoded:
+        most, field = self.longest
+        if len(ids) <= most:
+            return Encoded(ids, problem)
+        return Encoded([], f"has {len(ids)} tokens, more than the {most} of {field}")
+
+
+class PairTexts(Texts):
+    """Texts of an encoder-decoder that was trained on pairs."""
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        return self.config.parallel.max_length, "config.parallel.max_length"
+
+    def _frame(self, ids: list[int]) -> tuple[list[int], str]:
+        if not ids:
+            return [], "is empty or has no characters of the vocabulary"
+        return [*ids, self.source.special.sep], ""
+
+    def _fit(self, ids: list[int], problem: str) -> Encoded:
+        most, _ = self.longest
+        if len(ids) > most and self.config.parallel.cut_sources:
+            return Encoded([*ids[: most - 1], self.source.special.sep], problem, cut=True)
+        return super()._fit(ids, problem)
+
+
+class PromptTexts(Texts):
+    """Prompts of a language model, and their continuations."""
+
+    goes_on = True
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        most, positions = self.config.data.length, self.config.model.positions
+        if self.config.sequence.positions == "learned" and most >= positions:
+            return positions - 1, "config.model.positions - 1"  # leave a position for the output
+        return most, "config.data.length"
+
+    def _frame(self, ids: list[int]) -> tuple[list[int], str]:
+        return [self.source.special.cls, *ids], ""
+
+    def _join(self, read: Sequence[int], written: Sequence[int]) -> list[int]:
+        return [*read[1:], *written]
+
+
+class SpanTexts(Texts):
+    """Texts with masks, each of which an encoder-decoder of span corruption replaces by a span."""
+
+    @property
+    def barred(self) -> tuple[int, ...]:
+        return tuple(sorted(set(super().barred) - set(self.target.special.sentinels)))
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        return [self._fit(*self._frame(encode_masked(self.source, text))) for text in texts]
+
+    def _frame(self, ids: list[int]) -> tuple[list[int], str]:
+        special, mask = self.source.special, mask_token(self.source)
         places = [place for place, token in enumerate(ids) if token == special.mask]
         if not places:
-            return [], f"has no {hole}; write one for each span to predict"
+            return [], f"has no {mask}; write one for each span to predict"
         if len(places) > len(special.sentinels):
             most = len(special.sentinels)
-            return [], f"contains {hole} {len(places)} times; this model fills at most {most}"
+            return [], f"contains {mask} {len(places)} times; this model fills at most {most}"
         for place, sentinel in zip(places, special.sentinels, strict=False):
             ids[place] = sentinel
         return [special.cls, *ids, special.sep, special.sep], ""
 
-    def _fill(self, read: Sequence[int], written: Sequence[int]) -> list[int]:
+    def _join(self, read: Sequence[int], written: Sequence[int]) -> list[int]:
         """Replaces each sentinel of the input by its generated span."""
         sentinels, spans, current = set(self.target.special.sentinels), {}, []
         for token in written:
@@ -187,5 +215,11 @@ class Texts:
                 current = spans.setdefault(token, [])
             else:
                 current.append(token)
-        filled = ((spans.get(token, []) if token in sentinels else [token]) for token in read)
+        filled = (spans.get(token, []) if token in sentinels else [token] for token in read[1:-2])
         return [token for part in filled for token in part]
+
+
+def make_texts(config: Config, source: Tokenizer, target: Tokenizer) -> Texts:
+    """Returns the conversion for the recipe of a config."""
+    kinds = {"causal_lm": PromptTexts, "span_corruption": SpanTexts}
+    return kinds.get(config.recipe, PairTexts)(config, source, target)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from convbert_jax.analysis import flops, pretraining_report
 from convbert_jax.config import Config, ConfigError
 from convbert_jax.config.sequences.sections import OF_PAIRS
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.interfaces.placement import Rules
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.interop.networks import MODELS
@@ -34,31 +36,89 @@ from convbert_jax.training.environment import devices
 from convbert_jax.training.state import parameter_path
 from convbert_jax.training.task import Params, Task
 
+Warn = Callable[[int, dict[str, float]], list[str]]  # (step, metrics) -> warnings
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Objective, health checks and logged metrics of a recipe."""
+    """Objective, metrics and sharding of a recipe.
 
-    objective: ModuleType  # loss(model, batch, key, ...) -> (loss, metrics)
-    warn: Callable[[int, dict[str, float]], list[str]]  # (step, metrics) -> warnings
-    show: tuple[str, ...]  # metrics of the log line, if the config computes them
+    Attributes:
+      objective: has loss(model, batch, key, ...) -> (loss, metrics).
+      warn: config -> health checks of the metrics.
+      show: metrics of the log line, if the config computes them.
+      evaluator: config -> evaluator of the held-out metrics.
+      rules: config -> partition rules of the model.
+      settings: (config, special ids, tokenizer) -> further arguments of the loss. Raises
+        ConfigError if the vocabulary does not fit the objective.
+    """
+
+    objective: ModuleType
+    warn: Callable[[Config], Warn]
+    show: tuple[str, ...]
+    evaluator: Callable[[Config], Evaluator]
+    rules: Callable[[Config], Rules]
+    settings: Callable[[Config, SpecialIds, Tokenizer | None], dict[str, Any]] = (
+        lambda config, special, tokenizer: {}
+    )
 
 
-_OF_WRITING = ("token_loss", "token_accuracy", "perplexity", "word_perplexity")
+def _encoder_recipe(objective: ModuleType, warn: Callable[[Config], Warn], *show: str) -> Recipe:
+    return Recipe(
+        objective,
+        warn,
+        show,
+        evaluator=lambda config: metrics.heldout(config.heldout_metrics, objective.terms(config)),
+        rules=lambda config: mixers.sharding_rules(config.encoder),
+    )
+
+
+def _generative_recipe(objective: ModuleType, network: str, **more: Any) -> Recipe:
+    """Returns the recipe of a generative model.
+
+    Args:
+      network: property of `Config` that describes the model.
+    """
+    return Recipe(
+        objective,
+        lambda config: pretraining_report.warn_writing,
+        ("token_loss", "token_accuracy", "perplexity", "word_perplexity"),
+        evaluator=lambda config: written_text.heldout(config.heldout_metrics),
+        rules=lambda config: sequences.sharding_rules(getattr(config, network)),
+        **more,
+    )
+
+
+def _warn_replaced_token(config: Config) -> Warn:
+    uniform = config.generator.kind == "uniform"
+    return functools.partial(pretraining_report.warn_replaced_token, uniform=uniform)
+
+
+def _count_words(config: Config, special: SpecialIds, tokenizer: Tokenizer | None):
+    return {"begins_word": jnp.asarray(tokenizer.begins_word)}
+
+
+def _check_vocabulary(config: Config, special: SpecialIds, tokenizer: Tokenizer | None):
+    check_sentinels(config, len(special.sentinels))
+    return {}
+
+
 RECIPES = {
-    "replaced_token": Recipe(
+    "replaced_token": _encoder_recipe(
         replaced_token,
-        pretraining_report.warn_replaced_token,
-        ("mlm_loss", "mlm_accuracy", "encoder_mlm_loss", "replaced_rate", "discriminator_auc"),
+        _warn_replaced_token,
+        *("mlm_loss", "mlm_accuracy", "encoder_mlm_loss", "replaced_rate", "discriminator_auc"),
     ),
-    "masked_lm": Recipe(
+    "masked_lm": _encoder_recipe(
         masked_lm,
-        pretraining_report.warn_masked_lm,
-        ("mlm_loss", "mlm_accuracy", "pair_accuracy"),
+        lambda config: pretraining_report.warn_masked_lm,
+        *("mlm_loss", "mlm_accuracy", "pair_accuracy"),
     ),
-    "causal_lm": Recipe(next_tokens, pretraining_report.warn_writing, _OF_WRITING),
-    "span_corruption": Recipe(span_corruption, pretraining_report.warn_writing, _OF_WRITING),
-    **dict.fromkeys(OF_PAIRS, Recipe(written_text, pretraining_report.warn_writing, _OF_WRITING)),
+    "causal_lm": _generative_recipe(next_tokens, "language_model", settings=_count_words),
+    "span_corruption": _generative_recipe(
+        span_corruption, "encoder_decoder", settings=_check_vocabulary
+    ),
+    **dict.fromkeys(OF_PAIRS, _generative_recipe(written_text, "encoder_decoder")),
 }
 
 
@@ -90,16 +150,11 @@ def build_task(
         "dtype": devices.compute_dtype(config, device),
         "config": config,
         "special": special,
+        **recipe.settings(config, special, tokenizer),
     }
-    if config.recipe == "causal_lm":
-        settings["begins_word"] = jnp.asarray(tokenizer.begins_word)
-    if config.recipe == "span_corruption":
-        check_sentinels(config, len(special.sentinels))
     effort = effort or effort_of_corpus(config)
     of_words = "word_perplexity" in config.heldout_metrics
-    warn = recipe.warn
-    if config.recipe == "replaced_token":
-        warn = functools.partial(warn, uniform=config.generator.kind == "uniform")
+    warn = recipe.warn(config)
     sent = None if config.train.gradient_dtype == "float32" else config.train.gradient_dtype
 
     def judge(*given, **more):
@@ -123,18 +178,14 @@ def build_task(
         model = nnx.merge(graphdef, params)
         return judge(model, batch, key, train=False)[1]
 
-    if config.writes_text:
-        evaluator = written_text.heldout(config.heldout_metrics)
-    else:
-        evaluator = metrics.heldout(config.heldout_metrics, recipe.objective.terms(config))
     return Task(
         init=init,
         loss=loss,
         summarize=metrics.summarize,
         evaluate=evaluate,
-        evaluator=evaluator,
+        evaluator=recipe.evaluator(config),
         # Teacher first: stage i of the teacher may have another mixer than stage i of the student.
-        rules=(*(teacher.rules if teacher else ()), *_rules(config), *sharding.RULES),
+        rules=(*(teacher.rules if teacher else ()), *recipe.rules(config), *sharding.RULES),
         # The checks do not apply to the first steps, which train masked words.
         health=lambda step, values: warn(step - first, values),
         show=tuple(name for name in recipe.show if name in config.heldout_metrics),
@@ -176,10 +227,3 @@ def check_sentinels(config: Config, there: int) -> None:
             f"config.tokenizer.sentinels={needed}, or use one that has them.",
             field="config.tokenizer.sentinels",
         )
-
-
-def _rules(config: Config) -> Rules:
-    if not config.writes_text:
-        return mixers.sharding_rules(config.encoder)
-    of_words = config.recipe == "causal_lm"
-    return sequences.sharding_rules(config.language_model if of_words else config.encoder_decoder)

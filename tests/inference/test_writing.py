@@ -16,7 +16,7 @@ from convbert_jax.data.inputs import reading
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference import generation, stream
 from convbert_jax.inference.generation import Writer
-from convbert_jax.inference.texts import Texts
+from convbert_jax.inference.texts import Texts, make_texts
 from convbert_jax.interop.networks import abstract_params
 from tests.refusals import refused
 from tests.runs import make_config
@@ -213,7 +213,7 @@ def test_a_source_that_is_cut_is_written_to_as_its_beginning(tokenizer, caplog):
     ],
 )
 def test_texts_that_cannot_be_read(recipe, text, mentions, tokenizer):
-    texts = Texts(config_of(recipe), tokenizer, tokenizer)
+    texts = make_texts(config_of(recipe), tokenizer, tokenizer)
     ((ids, said, _),) = texts.encode([text])
     assert not ids
     assert all(part in said for part in mentions)
@@ -228,7 +228,7 @@ def test_what_a_language_model_writes_begins_with_the_prompt(tokenizer):
 
 
 def test_spans_are_filled_in_where_they_were_hidden(tokenizer):
-    texts = Texts(config_of("span_corruption"), tokenizer, tokenizer)
+    texts = make_texts(config_of("span_corruption"), tokenizer, tokenizer)
     ((read, problem, _),) = texts.encode(["a [MASK] c [MASK]"])
     assert not problem
     entries = tokenizer.pieces(read)
