@@ -112,7 +112,6 @@ def _run(request: command_line.Request) -> str | None:
     with absent.told():
         from convbert_jax import recipes
         from convbert_jax.interop import conversion, importing
-        from convbert_jax.interop.fairseq import importing as fairseq
         from convbert_jax.training.environment import compilation, devices
 
     config, workdir = request.config, request.workdir
@@ -178,7 +177,7 @@ def _run(request: command_line.Request) -> str | None:
             output=request.output,
         )
     elif request.mode == "import" and config.writes_text:
-        fairseq.import_run(request.source, config, workdir, request.given)
+        importing.import_fairseq(request.source, config, workdir, request.given)
     elif request.mode == "import":
         importing.import_run(request.source, config, workdir, request.given)
     elif config.recipe == "finetune":

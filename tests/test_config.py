@@ -23,7 +23,7 @@ from convbert_jax.config import (
     to_dict,
 )
 from convbert_jax.config.sections import HELDOUT_METRICS
-from convbert_jax.interop.huggingface.config import check_expressible
+from convbert_jax.interop.huggingface import check_expressible
 from convbert_jax.interop.networks import outline
 from tests.refusals import refused
 

@@ -59,12 +59,6 @@ ROOMS = {
         "inputs": {"tables", "tasks"},
     },
     "training": {"checkpoints": {"environment"}, "environment": set(), "reports": set()},
-    "interop": {
-        "huggingface": set(),
-        "tensorflow1": set(),
-        "fairseq": set(),
-        "runs": set(),
-    },
     "ops": {
         "mesh": set(),
         "verification": set(),

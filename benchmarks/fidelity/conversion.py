@@ -19,9 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from convbert_jax.config import from_config_dict
-from convbert_jax.interop import certificate, networks
-from convbert_jax.interop.huggingface import folder as huggingface
-from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
+from convbert_jax.interop import huggingface, networks, parity, tensorflow1
 
 PADDLE = {"small": "2.9e-6", "medium_small": "2.8e-6", "base": "8.1e-6"}
 
@@ -77,7 +75,7 @@ def from_pytorch(folder: Path, parts):
     for name, network in parts.items():
         ours, theirs = folder / name, folder / f"{name}-theirs"
         huggingface.write_network(ours, network, pad_id=0)
-        kind = huggingface.huggingface_config.architecture(network)
+        kind = huggingface.architecture(network)
         getattr(transformers, kind).from_pretrained(ours).save_pretrained(theirs)
         read = huggingface.read_folder(theirs).networks["main"]
         if network.has("rtd_head"):  # has no PyTorch class
@@ -105,7 +103,7 @@ def through_tensorflow(folder: Path, parts):
 
 
 def certify(folder: Path, network):
-    return certificate.certify(folder, network).differences
+    return parity.check_parity(folder, network).differences
 
 
 DIRECTIONS = {

@@ -23,7 +23,7 @@ import torch
 from flax import nnx
 
 from convbert_jax.decoding import search
-from convbert_jax.interop.fairseq.model import FairseqModel, read
+from convbert_jax.interop.fairseq import FairseqModel, read
 
 LIGHT = {"encoder_conv_type": "lightweight", "decoder_conv_type": "lightweight"}
 DYNAMIC = {"encoder_conv_type": "dynamic", "decoder_conv_type": "dynamic"}

@@ -150,7 +150,7 @@ class Theirs:
         import torch
         import transformers
 
-        from convbert_jax.interop.huggingface import folder as huggingface
+        from convbert_jax.interop import huggingface
         from convbert_jax.interop.networks import split
 
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA uses

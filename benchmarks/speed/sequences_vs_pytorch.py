@@ -147,7 +147,7 @@ def make_ours(mixer: str, theirs):
     from flax import nnx
 
     from convbert_jax.config.sequences import SIZES, derive_encoder_decoder
-    from convbert_jax.interop.fairseq.names import to_parameters
+    from convbert_jax.interop.fairseq import to_parameters
     from convbert_jax.models.sequences.networks import EncoderDecoder
 
     model, sequence = SIZES["tiny"](mixer)

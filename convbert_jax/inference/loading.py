@@ -22,7 +22,7 @@ from convbert_jax.inference.model import Model, ModelError, TextModel
 from convbert_jax.inference.predictor import Predictor
 from convbert_jax.interop import matching, sources
 from convbert_jax.interop.networks import Network, join, split
-from convbert_jax.interop.runs.vocabulary import read_tokenizer
+from convbert_jax.interop.sources import read_tokenizer
 from convbert_jax.training import sharding
 from convbert_jax.training.environment import compilation, devices
 from convbert_jax.workdir import Workdir

@@ -31,7 +31,7 @@ from convbert_jax.inference.network import (
 from convbert_jax.inference.predictor import Predictor, QuestionAnswerer, make_predictor
 from convbert_jax.inference.texts import Filled, encode_masked, fill_mask, mask_token
 from convbert_jax.interop.networks import Network
-from convbert_jax.interop.runs.vocabulary import read_tokenizers
+from convbert_jax.interop.sources import read_tokenizers
 from convbert_jax.workdir import Workdir
 
 Text = str | Sequence[str]  # one, or a pair as ("first", "second")

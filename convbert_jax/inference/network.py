@@ -19,8 +19,7 @@ from convbert_jax.data.tasks.encoding import Rows
 from convbert_jax.data.tasks.length_buckets import choose_buckets
 from convbert_jax.finetuning.fitting import predict_rows
 from convbert_jax.inference.predictor import choose_batch_sizes
-from convbert_jax.interop.modules import modules
-from convbert_jax.interop.networks import Network, stack, to_tree
+from convbert_jax.interop.networks import Network, make_modules, stack, to_tree
 from convbert_jax.ops import dispatch
 from convbert_jax.training import memory
 from convbert_jax.training.environment import private_jax
@@ -41,7 +40,7 @@ class NetworkOnDevice:
         """
         outputs = {head: 1 for head in PRETRAINING_HEADS if network.has(head)}
         encoder = _of_single_rows(network.encoder)
-        graphdef = nnx.graphdef(modules(network.embeddings, encoder, outputs))
+        graphdef = nnx.graphdef(make_modules(network.embeddings, encoder, outputs))
         parts = ("embeddings/", "encoder/", *(f"{name}/" for name in outputs))
         flat = stack(network.parameters, network.encoder)
         tree = to_tree({path: leaf for path, leaf in flat.items() if path.startswith(parts)})

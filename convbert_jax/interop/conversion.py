@@ -13,14 +13,17 @@ from convbert_jax import files, links
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.files import damaged, parse_json
-from convbert_jax.interop import certificate, mark, sources, stablehlo
-from convbert_jax.interop.huggingface import config as huggingface_config
-from convbert_jax.interop.huggingface import folder as huggingface
-from convbert_jax.interop.huggingface import model_card
-from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
+from convbert_jax.interop import (
+    huggingface,
+    huggingface_tokenizer,
+    parity,
+    sources,
+    stablehlo,
+    tensorflow1,
+    weight_files,
+)
 from convbert_jax.interop.networks import ConversionError, Network, split
-from convbert_jax.interop.runs.vocabulary import read_tokenizer
-from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
+from convbert_jax.interop.sources import read_tokenizer
 from convbert_jax.workdir import Workdir
 
 _FORMS = ("huggingface", "tensorflow1", "stablehlo")
@@ -174,7 +177,7 @@ def _write(
     replace_folder(output, write, source=str(_place(source)), mask_convolution=masked)
     logging.info("Wrote %s.", output)
     if form == "tensorflow1" and main.masked:
-        padding = certificate.describe_padding(main, "the official TensorFlow code")
+        padding = parity.describe_padding(main, "the official TensorFlow code")
         logging.warning("%s %s", padding, _ABOUT_PADDING)
     return output
 
@@ -182,7 +185,7 @@ def _write(
 def expressible(networks: Mapping[str, Network], form: str) -> Mapping[str, Network]:
     """Returns `networks`, without the generator (and with a warning) if `form` cannot hold it."""
     checks = {
-        "huggingface": huggingface_config.check_expressible,
+        "huggingface": huggingface.check_expressible,
         "tensorflow1": tensorflow1.check_expressible,
     }
     try:
@@ -213,7 +216,7 @@ def write_huggingface(
       title: name of the run, for the model card.
       step: training steps, for the model card and config.json.
       compare: whether to compare outputs with PyTorch, if it is installed.
-      texts: examples, see `certificate.certify`.
+      texts: examples, see `parity.check_parity`.
       source: path of the weights, kept in the folder as a checksum.
 
     Raises:
@@ -235,19 +238,19 @@ def write_huggingface(
                 huggingface_tokenizer.write_tokenizer(
                     place, *vocabulary, max_length=network.embeddings.positions
                 )
-            proof = certificate.certify(place, network, name, compare=compare, texts=texts)
+            proof = parity.check_parity(place, network, name, compare=compare, texts=texts)
             for line in proof.lines():
                 logging.info("%s: %s", role, line)
             if proof.padding:
                 warnings.append(proof.padding)
-            card = model_card.write_card(
+            card = parity.write_card(
                 network,
                 title=f"{title}, {role}",
                 made_by=f"Written by convbert_jax{f' after {step:,} steps' if step else ''}.",
-                certificate=proof,
+                report=proof,
                 notes=_notes(networks, name),
             )
-            (place / model_card.FILE).write_text(card, encoding="utf-8")
+            (place / parity.CARD).write_text(card, encoding="utf-8")
 
     replace_folder(output, write, source=str(_place(source)) if source else "")
     logging.info("Wrote %s.", output)
@@ -258,7 +261,7 @@ def write_huggingface(
 
 def check_expressible(
     networks: Mapping[str, Network],
-    check: Callable[[Network], None] = huggingface_config.check_expressible,
+    check: Callable[[Network], None] = huggingface.check_expressible,
 ) -> None:
     """Checks that other software, by default transformers, can compute the networks.
 
@@ -288,12 +291,12 @@ def replace_folder(
     Args:
       output: folder to create or replace.
       write: fills an empty folder.
-      source, said: content of the manifest, see `mark.write`.
+      source, said: content of the manifest, see `weight_files.write_manifest`.
 
     Raises:
       ConversionError: `output` exists and is not an export, or cannot be written.
     """
-    if output.exists() and not mark.is_in(output):
+    if output.exists() and not weight_files.is_export(output):
         raise ConversionError(
             f"{output} exists and was not exported by convbert_jax. Remove it or use another "
             "--output.",
@@ -302,7 +305,7 @@ def replace_folder(
     if files.is_remote(output):
         with files.written_locally(output) as place:
             write(place)
-            mark.write(place, source, **said)
+            weight_files.write_manifest(place, source, **said)
             files.remove_tree(output)  # only when the new folder is complete
         return
     unfinished = output.with_name(output.name + ".unfinished")
@@ -310,7 +313,7 @@ def replace_folder(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         write(unfinished)
-        mark.write(unfinished, source, **said)
+        weight_files.write_manifest(unfinished, source, **said)
         shutil.rmtree(output, ignore_errors=True)
         unfinished.rename(output)
     except OSError as error:
@@ -343,7 +346,7 @@ def _check_output(output: Path, source: Path) -> None:
             field="--output",
             value=str(output),
         )
-    mark.check_own(output, str(place))
+    weight_files.check_own_export(output, str(place))
 
 
 def _examples(workdir: Workdir) -> list[list[str]]:

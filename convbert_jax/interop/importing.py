@@ -12,7 +12,10 @@ import optax
 from absl import logging
 from etils import epath
 
+from convbert_jax import files
 from convbert_jax.config import Config, from_config_dict, to_dict
+from convbert_jax.data.parallel.vocabularies import SIDES
+from convbert_jax.data.tokenizer.pieces_model import SUFFIX
 from convbert_jax.data.tokenizer.tokenizer import (
     Tokenizer,
     check_tokenizer,
@@ -20,19 +23,20 @@ from convbert_jax.data.tokenizer.tokenizer import (
     load_tokenizer,
 )
 from convbert_jax.files import expand
-from convbert_jax.interop import certificate, matching
-from convbert_jax.interop.huggingface import config as huggingface_config
-from convbert_jax.interop.huggingface import folder as huggingface
-from convbert_jax.interop.networks import ConversionError, Report, join
-from convbert_jax.interop.runs.vocabulary import keep_vocabularies, trained_folder
+from convbert_jax.interop import huggingface, matching, parity
+from convbert_jax.interop.fairseq import Dictionary, FairseqModel, read
+from convbert_jax.interop.networks import ConversionError, Report, abstract_params, join
 from convbert_jax.interop.sources import (
     Source,
     check_fits,
     initialize,
+    keep_vocabularies,
     read_source,
+    trained_folder,
 )
 from convbert_jax.training import state
 from convbert_jax.training.checkpoints import saving as checkpoint
+from convbert_jax.training.checkpoints.saving import Checkpoints
 from convbert_jax.training.optimizer import make_optimizer
 from convbert_jax.workdir import Workdir
 
@@ -57,13 +61,7 @@ def import_run(
         or `folder` already contains a run.
       ParityError: PyTorch computes different outputs from the source.
     """
-    workdir = Workdir(folder)
-    if workdir.steps():
-        raise ConversionError(
-            f"--workdir={folder} already contains a run. Use another folder.",
-            field="--workdir",
-            value=str(folder),
-        )
+    workdir = _new_workdir(folder)
     source = read_source(path)
     config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
     check_entries(source, config)
@@ -96,6 +94,17 @@ def import_run(
             config.train.steps,
         )
     return config, report
+
+
+def _new_workdir(folder: epath.PathLike) -> Workdir:
+    workdir = Workdir(folder)
+    if workdir.steps():
+        raise ConversionError(
+            f"--workdir={folder} already contains a run. Use another folder.",
+            field="--workdir",
+            value=str(folder),
+        )
+    return workdir
 
 
 def follow_source(config: Config, source: Source, given: Collection[str]) -> Config:
@@ -227,16 +236,16 @@ def certify(path: str, source: Source) -> None:
         if source.kind == "huggingface":
             folder = expand(path)
             place = folder if name == "main" else folder / huggingface.GENERATOR
-            proof = certificate.certify(place, network)
+            proof = parity.check_parity(place, network)
         else:
             try:
-                huggingface_config.check_expressible(network)
+                huggingface.check_expressible(network)
             except ConversionError as error:
                 logging.info("%s: skipped the comparison with PyTorch: %s", name, error)
                 continue
             with tempfile.TemporaryDirectory() as scratch:
                 huggingface.write_network(Path(scratch), network, pad_id=0)
-                proof = certificate.certify(Path(scratch), network)
+                proof = parity.check_parity(Path(scratch), network)
         for line in proof.lines():
             logging.info("%s: %s", name, line)
 
@@ -277,3 +286,127 @@ def _describe(fields: dict[str, Any], config: Config) -> str:
     if not changed:
         return "The config already matches the source."
     return f"The source sets these fields: {changed}"
+
+
+# fairseq does not store how parameters are initialized, nor how the model is computed here.
+_NOT_STORED = tuple(
+    f"model.{name}"
+    for name in (
+        *("attention", "convolution", "initializers", "initializer_range"),
+        *("remat", "scan_unroll"),
+    )
+)
+
+
+def import_fairseq(
+    path: str, config: Config, folder: epath.PathLike, given: Collection[str] = ()
+) -> Config:
+    """Creates a run whose checkpoint of step 0 is a fairseq model.
+
+    Args:
+      path: a fairseq checkpoint or its folder, as for `model.read`.
+      config: training settings. Model and vocabularies are replaced by the checkpoint's.
+      folder: the new run.
+      given: paths of the fields that the user set, such as "model.layers". They keep their value.
+
+    Returns:
+      The config of the run.
+
+    Raises:
+      ConversionError: the checkpoint cannot be read, does not fit config.recipe, or contradicts a
+        field in `given`; or `folder` already contains a run.
+    """
+    workdir = _new_workdir(folder)
+    found = read(Path(files.expand(path)))
+    _check_recipe(found, path, config)
+    names = _vocabulary_names(found)
+    fields = matching.keep_given(_fairseq_fields(found), config, given, path)
+    fields |= _vocabulary_paths(workdir, names)
+    config = from_config_dict(to_dict(matching.replace(config, fields)))
+    _check_shapes(found, config)
+    for name, value in found.left_out.items():
+        logging.info("Ignored %s=%s: it affects only training and has no equivalent.", name, value)
+    with workdir.open(config):
+        for name, dictionary in zip(names, found.dictionaries, strict=False):
+            _write_dictionary(_vocabulary_path(workdir, name), dictionary)
+        # Resolves the tokenizer's "auto" settings from the files.
+        config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer))
+        workdir.keep_config(config)
+        transformation = make_optimizer(config.optimizer, config.train.steps)
+        params = jax.tree.map(jax.numpy.asarray, found.params)
+        checkpoints = Checkpoints(workdir.checkpoints, config.checkpoint)
+        try:
+            checkpoints.save(state.create(params, transformation), {}, last=True)
+        finally:
+            checkpoints.close()
+    logging.info("Wrote step 0 to %s. Use it with --mode=predict --workdir=%s.", folder, folder)
+    return config
+
+
+def _check_recipe(found: FairseqModel, path: str, config: Config) -> None:
+    language_model = len(found.dictionaries) == 1
+    if language_model != (config.recipe == "causal_lm"):
+        kind = "a language model" if language_model else "an encoder-decoder"
+        fitting = "language_model" if language_model else "translation"
+        raise ConversionError(
+            f"config.recipe='{config.recipe}' does not fit {path}, which is {kind}. Use "
+            f"--config=configs/{fitting}.py.",
+            field="config.recipe",
+            value=config.recipe,
+            path=path,
+        )
+
+
+def _fairseq_fields(found: FairseqModel) -> dict[str, Any]:
+    """Returns field -> value for all fields that the checkpoint determines."""
+    fields = {
+        f"{section}.{name}": value
+        for section, values in (("model", found.model), ("sequence", found.sequence))
+        for name, value in vars(values).items()
+        if f"{section}.{name}" not in _NOT_STORED
+    }
+    sizes = [len(dictionary.entries) for dictionary in found.dictionaries]
+    return fields | {
+        # Replaced by the run's copies; a file that the user named contradicts the checkpoint.
+        "tokenizer.path": "",
+        "tokenizer.kind": "pieces",
+        "tokenizer.vocab_size": sizes[0],
+        "tokenizer.lowercase": False,
+        "tokenizer.strip_accents": False,
+        "parallel.target_vocabulary": "",
+        "parallel.target_vocab_size": 0 if found.sequence.shared_vocabulary else sizes[1],
+    }
+
+
+def _vocabulary_names(found: FairseqModel) -> tuple[str, ...]:
+    stems = ("words",) if found.sequence.shared_vocabulary else ("source", "target")
+    return tuple(f"{stem}{SUFFIX}" for stem in stems)
+
+
+def _vocabulary_paths(workdir: Workdir, names: tuple[str, ...]) -> dict[str, str]:
+    source, *target = (str(files.absolute(_vocabulary_path(workdir, name))) for name in names)
+    return {
+        "tokenizer.path": source,
+        "parallel.target_vocabulary": target[0] if target else "",
+    }
+
+
+def _vocabulary_path(workdir: Workdir, name: str) -> epath.Path:
+    """Returns where `vocabulary.read_tokenizers` looks for a vocabulary."""
+    side = Path(name).stem
+    return workdir.vocabulary / (side if side in SIDES else "") / name
+
+
+def _check_shapes(found: FairseqModel, config: Config) -> None:
+    """Asserts that the parameters have the names and shapes of the run's model."""
+    wanted, loaded = (
+        {name: leaf.shape for name, leaf in state.flatten(tree).items()}
+        for tree in (abstract_params(config), found.params)
+    )
+    assert wanted == loaded, wanted.items() ^ loaded.items()
+
+
+def _write_dictionary(path: epath.Path, dictionary: Dictionary) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with files.replacing(path) as file:
+        file.write("".join(f"{entry}\n" for entry in dictionary.entries).encode())

@@ -2,7 +2,8 @@
 
 A pre-training model consists of one or two networks that may share parameters. `split` and `join`
 convert between the parameters of a model and {"main": Network, "generator": Network}. "main" is
-the discriminator, the masked language model or the fine-tuned model.
+the discriminator, the masked language model or the fine-tuned model. `make_modules` and `forward`
+build the Flax modules of a network.
 """
 
 import dataclasses
@@ -11,21 +12,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from convbert_jax.config import (
     Config,
     EmbeddingsConfig,
     EncoderConfig,
     LayerConfig,
+    OutputsSection,
     UserError,
     mixers,
 )
-from convbert_jax.interop.huggingface import finetuned_heads
 from convbert_jax.interop.tables import MIXERS, READ_PADDING
-from convbert_jax.models import pretraining, sequences
+from convbert_jax.models import heads, pretraining, sequences
 from convbert_jax.models.build import build
+from convbert_jax.models.embeddings import Embeddings
+from convbert_jax.models.encoder import Encoder
 from convbert_jax.models.finetuned import FinetunedModel
+from convbert_jax.models.layers import initializers
 from convbert_jax.training.state import flatten, fold_in_name
 
 MODELS = {**pretraining.MODELS, **sequences.MODELS, "finetune": FinetunedModel}  # by config.recipe
@@ -46,7 +52,7 @@ class Network:
         rtd_head, pair_head, sequence_head, token_head and span_head.
       labels: class names of a classifier, by index.
       use: config fields for inference with a fine-tuned model, as `{"outputs.texts": 2}`: the
-        fields of `finetuned_heads.USE` that the source contains.
+        fields of `USE` that the source contains.
     """
 
     family: str
@@ -188,7 +194,7 @@ def places(config: Config) -> dict[str, dict[str, str]]:
         pairs = config.objective.sentence_pairs != "none"
         return {"main": parts | ({"pair_head": "pair_head"} if pairs else {})}
     if config.recipe == "finetune":
-        head = finetuned_heads.NAMES.get(config.outputs.head, config.outputs.head)
+        head = _HEAD_NAMES.get(config.outputs.head, config.outputs.head)
         return {"main": {"embeddings": "embeddings", "encoder": "encoder", head: "head"}}
     main = {
         "embeddings": "embeddings",
@@ -242,9 +248,9 @@ def split(config: Config, params, fold=np.add) -> dict[str, Network]:
             for path in [path for path in tree if path.startswith("embeddings/")]:
                 tree[path] = fold(tree[path], flat[f"{OWN}/{path.removeprefix('embeddings/')}"])
         if config.recipe == "finetune":
-            tree = finetuned_heads.in_label_units(tree, config.outputs)
-            tree = finetuned_heads.as_sequence_head(tree)
-            labels, use = config.outputs.labels, finetuned_heads.use_of(config)
+            tree = in_label_units(tree, config.outputs)
+            tree = as_sequence_head(tree)
+            labels, use = config.outputs.labels, use_of(config)
         result[name] = Network(
             _family(config.recipe, encoder, embeddings),
             embeddings,
@@ -421,3 +427,142 @@ def _family(recipe: str, encoder: EncoderConfig, embeddings: EmbeddingsConfig) -
     equal = embeddings.size == encoder.hidden_size
     bert = "bert" in families and recipe == "masked_lm" and equal
     return "bert" if bert else families[0]
+
+
+# config.outputs.head -> head of a network; transformers has no equivalent of other heads
+_HEAD_NAMES = {
+    "sequence": "sequence_head",
+    "first_token": "first_token_head",  # see as_sequence_head
+    "token": "token_head",
+    "span": "span_head",
+}
+# Config fields for inference that are exported with a fine-tuned model, in addition to its labels.
+USE = (
+    *("outputs.task", "outputs.kind", "outputs.texts", "outputs.columns"),
+    *("finetune.length", "finetune.query_length", "finetune.stride", "finetune.answer_length"),
+)
+
+
+def use_of(config: Config) -> dict[str, Any]:
+    """Returns field -> value for the fields of USE."""
+    parts = ((path, *path.split(".")) for path in USE)
+    return {path: getattr(getattr(config, section), field) for path, section, field in parts}
+
+
+def in_label_units(
+    parameters: Mapping[str, np.ndarray], outputs: OutputsSection
+) -> dict[str, np.ndarray]:
+    """Multiplies the last layer of a regression by `outputs.scale`, which is not exported."""
+    name = f"{_HEAD_NAMES.get(outputs.head, outputs.head)}/output/"
+    return {
+        path: leaf * np.float32(outputs.scale) if path.startswith(name) else leaf
+        for path, leaf in parameters.items()
+    }
+
+
+def as_sequence_head(parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Rewrites a single dense layer on [CLS] as the equivalent dense, GELU, dense.
+
+    The inner layer computes every output and its negative; the outer layer subtracts the two:
+    GELU(z) - GELU(-z) = z Phi(z) + z Phi(-z) = z, up to float32 rounding.
+
+    Other heads are unchanged, and so are those whose number of outputs exceeds half of the hidden
+    size.
+    """
+    kernel = parameters.get("first_token_head/output/kernel")
+    if kernel is None or 2 * kernel.shape[1] > kernel.shape[0]:
+        return dict(parameters)
+    bias = parameters["first_token_head/output/bias"]
+    hidden, count = kernel.shape
+    inner, inner_bias = np.zeros((hidden, hidden), np.float32), np.zeros(hidden, np.float32)
+    outer = np.zeros((hidden, count), np.float32)
+    for sign, place in ((1, slice(0, count)), (-1, slice(count, 2 * count))):
+        inner[:, place], inner_bias[place] = sign * kernel, sign * bias
+        outer[place] = sign * np.eye(count)
+    rest = {
+        path: leaf for path, leaf in parameters.items() if not path.startswith("first_token_head/")
+    }
+    return rest | {
+        "sequence_head/dense/kernel": inner,
+        "sequence_head/dense/bias": inner_bias,
+        "sequence_head/output/kernel": outer,
+        "sequence_head/output/bias": np.zeros(count, np.float32),
+    }
+
+
+HEADS = {
+    "mlm_head": heads.MaskedLanguageHead,
+    "rtd_head": heads.DiscriminatorHead,
+    "pair_head": heads.PairHead,
+    "sequence_head": heads.SequenceHead,
+    "token_head": heads.TokenHead,
+    "span_head": heads.TokenHead,
+}
+
+
+def shapes(
+    embeddings: EmbeddingsConfig, encoder: EncoderConfig, outputs: Mapping[str, int]
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter of a network by canonical path.
+
+    Args:
+      outputs: head -> number of logits.
+    """
+    parts = make_modules(embeddings, encoder, outputs)
+    flat = flatten(nnx.to_pure_dict(nnx.state(parts, nnx.Param)))
+    # Broadcasting a scalar avoids allocating arrays whose shape alone is needed.
+    counted = unstack({path: np.broadcast_to(0.0, leaf.shape) for path, leaf in flat.items()})
+    return {path: leaf.shape for path, leaf in counted.items()}
+
+
+def forward(network: Network):
+    """Returns a jitted float32 forward pass of a network, without dropout.
+
+    The function maps (tokens, segment_ids, type_ids), each [B, L], to a dict of "hidden" [B, L, C]
+    and the logits of each head.
+    """
+    outputs = {head: _outputs(network, head) for head in HEADS if network.has(head)}
+    graphdef = nnx.graphdef(make_modules(network.embeddings, network.encoder, outputs))
+    params = jax.tree.map(jnp.asarray, to_tree(stack(network.parameters, network.encoder)))
+
+    @jax.jit
+    def run(params, tokens, segment_ids, type_ids):
+        parts = nnx.merge(graphdef, params)
+        x = parts["embeddings"](tokens, segment_ids, type_ids)
+        hidden = parts["encoder"](x, segment_ids)
+        results = {"hidden": hidden}
+        for head in outputs:
+            table = (parts["embeddings"],) if head == "mlm_head" else ()
+            results[head] = parts[head](hidden, *table)
+        return results
+
+    return functools.partial(run, params)
+
+
+def make_modules(
+    embeddings: EmbeddingsConfig, encoder: EncoderConfig, outputs: Mapping[str, int]
+) -> nnx.Dict:
+    """Builds the modules of a network with abstract parameters (shapes and dtypes only)."""
+    return _make_modules(embeddings, encoder, tuple(outputs.items()))
+
+
+@functools.lru_cache(maxsize=8)
+def _make_modules(embeddings, encoder, outputs) -> nnx.Dict:
+    def make():
+        starts, rngs = initializers("release", 0.02), nnx.Rngs(0)
+        parts = {
+            "embeddings": Embeddings(embeddings, starts.dense, rngs),
+            "encoder": Encoder(encoder, rngs),
+        }
+        for head, count in outputs:
+            own = {"mlm_head": (embeddings,), "rtd_head": (), "pair_head": ()}
+            sizes = own.get(head, (count,))
+            parts[head] = HEADS[head](encoder.hidden_size, *sizes, starts, rngs)
+        return nnx.Dict(parts)
+
+    return nnx.eval_shape(make)
+
+
+def _outputs(network: Network, head: str) -> int:
+    last = "output_bias" if head == "mlm_head" else "output/bias"
+    return network.parameters[f"{head}/{last}"].shape[0]

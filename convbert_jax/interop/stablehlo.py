@@ -19,9 +19,8 @@ from jax import export
 from safetensors.numpy import load_file
 
 from convbert_jax.config import EncoderConfig, mixers
-from convbert_jax.interop.huggingface.weight_files import save_arrays
-from convbert_jax.interop.modules import modules
-from convbert_jax.interop.networks import ConversionError, Network, stack, to_tree
+from convbert_jax.interop.networks import ConversionError, Network, make_modules, stack, to_tree
+from convbert_jax.interop.weight_files import save_arrays
 from convbert_jax.training.state import flatten
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -40,7 +39,7 @@ def write(folder: Path, network: Network) -> None:
     """
     longest = network.embeddings.positions
     folder.mkdir(parents=True, exist_ok=True)
-    graphdef = nnx.graphdef(modules(network.embeddings, _in_plain_xla(network.encoder), {}))
+    graphdef = nnx.graphdef(make_modules(network.embeddings, _in_plain_xla(network.encoder), {}))
     flat = {
         path: leaf
         for path, leaf in stack(network.parameters, network.encoder).items()

@@ -17,7 +17,7 @@ from convbert_jax import files, links
 from convbert_jax.analysis import pretraining_report
 from convbert_jax.config import Config
 from convbert_jax.inference.generation import read_mean
-from convbert_jax.interop.runs.vocabulary import check_learned
+from convbert_jax.interop.sources import check_learned
 from convbert_jax.recipes import prepared, scoring, start, tasks
 from convbert_jax.recipes.results import EvaluationResult
 from convbert_jax.training import evaluation, memory, sharding

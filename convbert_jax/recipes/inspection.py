@@ -23,7 +23,7 @@ from convbert_jax.data.tasks.encoding import Rows, pad_rows
 from convbert_jax.inference import loading
 from convbert_jax.inference.model import Model, TextModel
 from convbert_jax.inference.network import NetworkOnDevice, captured, take
-from convbert_jax.interop.runs.vocabulary import check_learned
+from convbert_jax.interop.sources import check_learned
 from convbert_jax.recipes import prepared
 from convbert_jax.recipes.results import InspectionResult
 from convbert_jax.recipes.start import read_start

@@ -27,7 +27,7 @@ from convbert_jax.inference import stream as prediction_stream
 from convbert_jax.inference.generation import Writer, change_decoding, read_mean
 from convbert_jax.inference.predictor import Answer, make_predictor
 from convbert_jax.interop import matching
-from convbert_jax.interop.runs.vocabulary import read_tokenizers
+from convbert_jax.interop.sources import read_tokenizers
 from convbert_jax.recipes.results import PredictionResult
 from convbert_jax.training.environment import devices
 from convbert_jax.training.task import Params

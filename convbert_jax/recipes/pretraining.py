@@ -16,7 +16,7 @@ from convbert_jax.data.units import beam_pipeline
 from convbert_jax.inference.generation import read_mean
 from convbert_jax.interop import conversion
 from convbert_jax.interop.networks import abstract_params, outline, split
-from convbert_jax.interop.runs.vocabulary import check_learned, keep_vocabularies
+from convbert_jax.interop.sources import check_learned, keep_vocabularies
 from convbert_jax.recipes import evaluation, finetuning, prepared, scoring, start, tasks, teaching
 from convbert_jax.recipes.prepared import Data
 from convbert_jax.recipes.reports import page

@@ -15,7 +15,7 @@ from convbert_jax.data.tokenizer.normalization import unresolved
 from convbert_jax.data.tokenizer.tokenizer import follow_file
 from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.networks import abstract_params
-from convbert_jax.interop.runs.vocabulary import read_tokenizers, use_copies
+from convbert_jax.interop.sources import read_tokenizers, use_copies
 from convbert_jax.recipes import teaching
 from convbert_jax.training.environment.devices import describe_devices
 from convbert_jax.training.state import count

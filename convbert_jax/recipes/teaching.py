@@ -31,9 +31,7 @@ from convbert_jax.config import (
 from convbert_jax.data.tokenizer.tokenizer import load_tokenizer
 from convbert_jax.interfaces.placement import Rules
 from convbert_jax.interop import importing, matching, sources
-from convbert_jax.interop.modules import modules
-from convbert_jax.interop.networks import Network, stack, to_tree
-from convbert_jax.interop.runs import vocabulary
+from convbert_jax.interop.networks import Network, make_modules, stack, to_tree
 from convbert_jax.models.encoder import Encoder
 from convbert_jax.models.mixers import sharding_rules
 from convbert_jax.objectives import distillation
@@ -129,7 +127,7 @@ def follow(config: Config, workdir: Workdir, given: Collection[str]) -> Config:
     if not teacher:
         return config
     if begun and workdir.config.exists():
-        kept = vocabulary.use_copies(workdir, workdir.read_config())
+        kept = sources.use_copies(workdir, workdir.read_config())
         names = ("teacher_hidden_size", "teacher_embedding_size")
         fields = {f"distillation.{name}": getattr(kept.distillation, name) for name in names}
         if not config.tokenizer.path:
@@ -178,7 +176,7 @@ def open_teacher(config: Config) -> Teacher | None:
     parts = ("embeddings/", "encoder/", *(f"{name}/" for name in outputs))
     flat = stack(network.parameters, encoder)
     flat = {path: leaf for path, leaf in flat.items() if path.startswith(parts)}
-    graphdef = nnx.graphdef(modules(network.embeddings, encoder, outputs))
+    graphdef = nnx.graphdef(make_modules(network.embeddings, encoder, outputs))
     teacher = Teacher(network, {_ROOT: to_tree(flat)}, encoder, graphdef, _checksum(network))
     _check_layers(config, encoder)
     return teacher

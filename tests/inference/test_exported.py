@@ -10,7 +10,7 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.tasks.labelled_text import LabelledTask
 from convbert_jax.finetuning.task import FinetuningError
 from convbert_jax.inference import loading
-from convbert_jax.interop import certificate, conversion
+from convbert_jax.interop import conversion, parity
 from tests.inference.conftest import LABELS, MODELS, PAIRS, as_table
 from tests.refusals import refused
 
@@ -19,7 +19,7 @@ from tests.refusals import refused
 def exported(models, tmp_path_factory):
     """Name -> folder of the exported model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(certificate, "pytorch_is_there", lambda: False)
+        patch.setattr(parity, "pytorch_is_there", lambda: False)
         folder = tmp_path_factory.mktemp("exported")
         return {
             name: conversion.export(models[name], output=folder / name)

@@ -14,7 +14,7 @@ import pytest
 
 from convbert_jax.config import Config, from_config_dict, to_dict
 from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
-from convbert_jax.interop import certificate, modules, networks
+from convbert_jax.interop import networks, parity
 from convbert_jax.training import optimizer, state
 from convbert_jax.training.checkpoints import saving as checkpoint
 from convbert_jax.workdir import Workdir
@@ -82,7 +82,7 @@ def random_network(name="main", seed=0, **fields) -> networks.Network:
 def with_head(network, head: str, labels: tuple[str, ...], seed=0) -> networks.Network:
     """Return the encoder of `network` with a different head."""
     rng = np.random.default_rng(seed)
-    shapes = modules.shapes(network.embeddings, network.encoder, {head: len(labels)})
+    shapes = networks.shapes(network.embeddings, network.encoder, {head: len(labels)})
     parameters = {
         path: network.parameters[path]
         if path in network.parameters
@@ -127,7 +127,7 @@ def make_run(tmp_path_factory):
 @pytest.fixture
 def without_pytorch(monkeypatch):
     """Skip the comparison of exports with PyTorch's classes, which takes seconds."""
-    monkeypatch.setattr(certificate, "pytorch_is_there", lambda: False)
+    monkeypatch.setattr(parity, "pytorch_is_there", lambda: False)
 
 
 def assert_same(first: networks.Network, second: networks.Network) -> None:

@@ -11,12 +11,17 @@ import pytest
 
 from convbert_jax.config import UserError, from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
-from convbert_jax.interop import conversion, importing, matching, sources
-from convbert_jax.interop.huggingface import folder as huggingface
-from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
+from convbert_jax.interop import (
+    conversion,
+    huggingface,
+    huggingface_tokenizer,
+    importing,
+    matching,
+    sources,
+    tensorflow1,
+)
 from convbert_jax.interop.networks import ConversionError, outline, split
-from convbert_jax.interop.runs.vocabulary import read_tokenizer
-from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
+from convbert_jax.interop.sources import read_tokenizer
 from convbert_jax.recipes import start as recipes
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
 from convbert_jax.training.checkpoints import saving as checkpoint

@@ -10,11 +10,16 @@ import convbert_jax
 from convbert_jax.config import ConfigError, UserError, from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.inference import loading
-from convbert_jax.interop import conversion, importing, matching, sources
-from convbert_jax.interop.huggingface import folder as huggingface
-from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
+from convbert_jax.interop import (
+    conversion,
+    huggingface,
+    huggingface_tokenizer,
+    importing,
+    matching,
+    sources,
+    tensorflow1,
+)
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
 from convbert_jax.recipes import finetuning
 from convbert_jax.recipes import start as starting
 from convbert_jax.workdir import Workdir

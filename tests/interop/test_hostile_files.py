@@ -14,12 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.config import UserError
-from convbert_jax.interop import sources
-from convbert_jax.interop.huggingface import folder as huggingface
-from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
-from convbert_jax.interop.tensorflow1 import sorted_table
-from convbert_jax.interop.tensorflow1.sorted_table import checksum, varint
-from convbert_jax.interop.tensorflow1.tensor_bundle import EntryProto, HeaderProto
+from convbert_jax.interop import huggingface, sources, tensor_bundle, tensorflow1
+from convbert_jax.interop.tensor_bundle import EntryProto, HeaderProto, checksum, varint
 from tests.interop.conftest import assert_same, edit_config, limits, random_network, random_parts
 
 DEEP = "[" * 200_000
@@ -280,7 +276,7 @@ def table_of(block: bytes, *, kind=0, index: bytes | None = None, index_kind=0) 
         index = entry_of(0, b"z", handle) + RESTART
     footer = varint(len(data)) + varint(len(RESTART))
     footer += varint(len(data) + len(meta)) + varint(len(index))
-    footer += bytes(40 - len(footer)) + sorted_table.MAGIC.to_bytes(8, "little")
+    footer += bytes(40 - len(footer)) + tensor_bundle.MAGIC.to_bytes(8, "little")
     return data + meta + sealed(index, index_kind) + footer
 
 
@@ -297,9 +293,9 @@ def rows(change):
     """Change entries of the index."""
 
     def make(folder: Path) -> None:
-        found = dict(sorted_table.read_table((folder / INDEX).read_bytes()))
+        found = dict(tensor_bundle.read_table((folder / INDEX).read_bytes()))
         change(found)
-        (folder / INDEX).write_bytes(sorted_table.write_table(sorted(found.items())))
+        (folder / INDEX).write_bytes(tensor_bundle.write_table(sorted(found.items())))
 
     return make
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from convbert_jax.command_line import overrides
 from convbert_jax.config import ConfigError, StageSection, from_config_dict, to_dict
-from convbert_jax.interop import matching, modules, networks, sources
+from convbert_jax.interop import matching, networks, sources
 from convbert_jax.interop.networks import ConversionError
 from convbert_jax.models.build import build
 from convbert_jax.recipes.finetuning import _encoder_weights
@@ -80,7 +80,7 @@ def test_disentangled_embeddings_are_read_as_their_sum():
     tokens = np.random.default_rng(0).integers(5, 60, (2, 16))
     given = tokens, np.ones_like(tokens), np.zeros_like(tokens)
     hidden = jax.jit(lambda p: nnx.merge(graphdef, p).encode(*given))(params)
-    alone = modules.forward(parts["main"])(*given)["hidden"]
+    alone = networks.forward(parts["main"])(*given)["hidden"]
     np.testing.assert_allclose(alone, hidden, atol=1e-5)
     source = sources.Source("run", parts)
     tuned = make_config(recipe="finetune", embedding_size=32)

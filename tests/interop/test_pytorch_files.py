@@ -13,11 +13,10 @@ import zipfile
 import numpy as np
 import pytest
 
-from convbert_jax.interop import pytorch, sources
-from convbert_jax.interop.fairseq.model import read as read_fairseq
-from convbert_jax.interop.huggingface import folder as huggingface
-from convbert_jax.interop.huggingface.weight_files import read_weights
+from convbert_jax.interop import huggingface, sources, weight_files
+from convbert_jax.interop.fairseq import read as read_fairseq
 from convbert_jax.interop.networks import ConversionError
+from convbert_jax.interop.weight_files import read_weights
 from tests.interop.conftest import limits, random_network
 from tests.refusals import refused
 
@@ -56,7 +55,7 @@ def read_or_refuse(path) -> dict[str, tuple] | str:
     """Return {name: (dtype, shape, bytes)} of all tensors, or the error message."""
     with limits():
         try:
-            found = pytorch.to_arrays(path, pytorch.read(path))
+            found = weight_files.to_arrays(path, weight_files.read_pytorch(path))
             refusal = None
         except ConversionError as error:
             refusal = error
@@ -77,8 +76,8 @@ def test_tensors_come_back_to_the_bit(save, tensors, torch, archive):
         "dict": collections.defaultdict(list, a=[1]),
     }
     path = save(content, archive)
-    found = pytorch.read(path)
-    arrays = pytorch.to_arrays(path, found["model"])
+    found = weight_files.read_pytorch(path)
+    arrays = weight_files.to_arrays(path, found["model"])
     assert list(arrays) == list(tensors)
     path.unlink()
     for name, tensor in tensors.items():
@@ -99,7 +98,7 @@ def test_other_classes_of_fairseq_are_not_imported(save, monkeypatch):
     node.kind = str
     path = save([node])
     monkeypatch.setitem(sys.modules, "omegaconf", None)
-    (found,) = pytorch.read(path)
+    (found,) = weight_files.read_pytorch(path)
     assert (found.name, found.arguments) == ("omegaconf.Node", ())
     assert found.state["kind"].name == "builtins.str"
 
@@ -108,7 +107,7 @@ def test_other_classes_of_fairseq_are_not_imported(save, monkeypatch):
 def test_float64_is_refused(save, torch, archive):
     path = save({"w": torch.ones(3).double()}, archive)
     with refused(ConversionError, "'w'", "float64", path=path):
-        pytorch.to_arrays(path, pytorch.read(path))
+        weight_files.to_arrays(path, weight_files.read_pytorch(path))
 
 
 def test_a_file_without_tensors_is_refused(save):
@@ -124,10 +123,10 @@ def test_without_a_safe_pytorch_an_error_names_the_extra(save, torch, monkeypatc
     else:
         monkeypatch.setitem(sys.modules, "torch", None)
     with refused(ConversionError, "2.6", "[torch]", version or "PyTorch", path=path):
-        pytorch.read(path)
+        weight_files.read_pytorch(path)
     monkeypatch.undo()
     monkeypatch.setattr(torch, "__version__", "2.6.0")
-    assert pytorch.read(path)["w"].tolist() == [1, 1]
+    assert weight_files.read_pytorch(path)["w"].tolist() == [1, 1]
 
 
 @FORMATS

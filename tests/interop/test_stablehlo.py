@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from convbert_jax.interop import certificate, stablehlo
+from convbert_jax.interop import parity, stablehlo
 from tests.interop.conftest import random_network
 
 
@@ -23,7 +23,7 @@ def test_the_same_numbers_at_any_size(tmp_path, fields):
         tokens = rng.integers(0, 60, (batch, length))
         ids = np.where(np.arange(length) < 11, 1, 0) * np.ones((batch, 1), int)
         types = rng.integers(0, 2, (batch, length))
-        expected = certificate.our_outputs(network, tokens, ids, types)["hidden"]
+        expected = parity.our_outputs(network, tokens, ids, types)["hidden"]
         real = ids.astype(bool)
         found = np.asarray(run(tokens, ids, types))
         np.testing.assert_allclose(found[real], expected[real], atol=1e-5)

@@ -33,10 +33,8 @@ from convbert_jax.config import (
 from convbert_jax.config.checks import plugins
 from convbert_jax.config.mixers import MIXERS, Mixer, change, check_causal, describe
 from convbert_jax.config.sequences import SequenceSection
-from convbert_jax.interop import matching, networks, sources, tables
-from convbert_jax.interop.huggingface import config as huggingface_config
+from convbert_jax.interop import huggingface, matching, networks, sources, tables, tensorflow1
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
 from convbert_jax.models.build import build
 from convbert_jax.models.mixers import sharding_rules
 from convbert_jax.models.pretraining import PretrainingModel
@@ -295,7 +293,7 @@ def test_equal_stages_are_one_elsewhere(make_config, draw):
     cut = make_config(layers=3, stages=(StageSection(layers=1), StageSection(layers=2)))
     parts = networks.split(cut, draw(cut))
     assert parts["main"].family == "convbert"
-    huggingface_config.check_expressible(parts["main"])
+    huggingface.check_expressible(parts["main"])
     assert matching.derive_fields(parts, cut)["model.stages"] == cut.model.stages
     plain = make_config(layers=3)
     whole = matching.replace(plain, matching.derive_fields(parts, plain))
@@ -314,10 +312,10 @@ def test_formats_take_or_refuse_each_mixer(make_config, staged, tmp_path):
         (mixer, *others) = mixers_of(config)
         if not others and not tables.export_error(mixer, "huggingface", 32):
             assert parts["main"].family, kind
-            huggingface_config.check_expressible(parts["main"])
+            huggingface.check_expressible(parts["main"])
             continue
         with refused(ConversionError, "stablehlo") as error:
-            huggingface_config.check_expressible(parts["main"])
+            huggingface.check_expressible(parts["main"])
         assert "\n" not in str(error.value)
         if others or tables.export_error(mixer, "tensorflow1", 32):
             with refused(ConversionError, "stablehlo"):

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from convbert_jax import recipes
-from convbert_jax.interop import conversion, sources
-from convbert_jax.interop.huggingface import folder as huggingface
+from convbert_jax.interop import conversion, huggingface, sources
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import abstract_params, join
 from convbert_jax.workdir import Workdir

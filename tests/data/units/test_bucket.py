@@ -12,7 +12,7 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.records import write_record
 from convbert_jax.data.units import bucket
 from convbert_jax.doctor.start import Start
-from convbert_jax.interop.runs.vocabulary import read_tokenizer
+from convbert_jax.interop.sources import read_tokenizer
 from convbert_jax.recipes import prepared
 from convbert_jax.training import consistency
 from convbert_jax.workdir import Workdir

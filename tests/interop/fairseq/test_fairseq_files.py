@@ -15,13 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convbert_jax.config import UserError
-from convbert_jax.interop.fairseq.dictionaries import (
-    SPECIAL,
-    SPECIAL_IDS,
-    Dictionary,
-    read_dictionary,
-)
-from convbert_jax.interop.fairseq.model import read
+from convbert_jax.interop.fairseq import SPECIAL, SPECIAL_IDS, Dictionary, read, read_dictionary
 from tests.interop.conftest import limits
 from tests.interop.fairseq.checkpoints import arguments, build, write
 from tests.refusals import refused

@@ -11,8 +11,8 @@ from convbert_jax.config import from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, check_tokenizer, follow_file
 from convbert_jax.decoding import search
-from convbert_jax.interop.fairseq.importing import import_run
-from convbert_jax.interop.fairseq.model import read
+from convbert_jax.interop.fairseq import read
+from convbert_jax.interop.importing import import_fairseq
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import ConversionError
 from tests.interop.fairseq.checkpoints import arguments, build, write
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def imported(folder, tmp_path_factory):
     place = tmp_path_factory.mktemp("imported") / "run"
-    return import_run(str(folder), config_of(), place), place
+    return import_fairseq(str(folder), config_of(), place), place
 
 
 def test_it_translates_as_it_is(folder, imported):
@@ -100,7 +100,7 @@ def test_another_run_trains_on_from_it(imported, tmp_path):
 def test_a_run_that_does_not_fit_is_refused(folder, imported, tmp_path):
     _, place = imported
     with refused(ConversionError, field="--workdir", value=str(place)):
-        import_run(str(folder), config_of(), place)
+        import_fairseq(str(folder), config_of(), place)
     asked = {
         "config.recipe": config_of("causal_lm"),
         "config.model.ffn_size": config_of(model__ffn_size=48),
@@ -109,7 +109,7 @@ def test_a_run_that_does_not_fit_is_refused(folder, imported, tmp_path):
     for field, config in asked.items():
         given = {field.removeprefix("config.")}
         with refused(ConversionError, field=field, path=folder):
-            import_run(str(folder), config, tmp_path / "a", given)
+            import_fairseq(str(folder), config, tmp_path / "a", given)
     assert not (tmp_path / "a").exists()
 
 
@@ -117,7 +117,7 @@ def test_only_what_the_checkpoint_states_replaces_the_config(folder, tmp_path):
     fields = {"model.dropout": 0.25, "model.remat": "full", "model.attention_dropout": 0.25}
     asked = replace(config_of(), {**fields, "sequence.activation_dropout": 0.25})
     named = {"model.dropout", "model.remat", "sequence.activation_dropout"}
-    config = import_run(str(folder), asked, tmp_path / "run", named)
+    config = import_fairseq(str(folder), asked, tmp_path / "run", named)
     assert config.model.dropout == config.sequence.activation_dropout == 0.25
     assert config.model.attention_dropout == 0.1  # from the checkpoint
     assert config.model.remat == "full"

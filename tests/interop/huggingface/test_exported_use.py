@@ -13,8 +13,7 @@ from convbert_jax.data.tasks.labelled_text import Example
 from convbert_jax.files import DamagedFileError
 from convbert_jax.inference import loading
 from convbert_jax.inference.predictor import Predictor
-from convbert_jax.interop import certificate, conversion, networks
-from convbert_jax.interop.huggingface import folder as huggingface
+from convbert_jax.interop import conversion, huggingface, networks, parity
 from convbert_jax.interop.networks import ConversionError
 from tests.interop.conftest import random_network, random_params, with_head
 from tests.refusals import refused
@@ -33,7 +32,7 @@ def exported(request, make_run):
     finetune = {"length": 20, "buckets": []}
     run, _ = make_run(recipe="finetune", outputs=outputs, finetune=finetune)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(certificate, "pytorch_is_there", lambda: False)
+        patch.setattr(parity, "pytorch_is_there", lambda: False)
         folder = conversion.export(run)
         again = conversion.convert(str(folder), run.parent / "again")
     return request.param, run, folder, again
@@ -158,21 +157,21 @@ def test_changed_labels_are_those_of_rows_alone(tmp_path, head):
     pytest.importorskip("torch")
     labels = ("start", "end") if head == "span_head" else ("no", "maybe", "yes")
     network = with_head(random_network(seed=5, mask_convolution=True), head, labels)
-    tokens, mask, types = certificate.sample_inputs(network, rows=50)
+    tokens, mask, types = parity.sample_inputs(network, rows=50)
     if head == "sequence_head":  # random weights favor a label; make all equally likely
-        logits = certificate.our_outputs(network, tokens, mask, types)[head]
+        logits = parity.our_outputs(network, tokens, mask, types)[head]
         bias = network.parameters[f"{head}/output/bias"]
         changes = {f"{head}/output/bias": bias - logits.mean(0)}
         network = dataclasses.replace(network, parameters={**network.parameters, **changes})
     huggingface.write_network(tmp_path, network, pad_id=0)
-    changed, count = certificate.changed_labels(tmp_path, network)
-    batch = certificate.pytorch_outputs(tmp_path, network, tokens, mask, types)[head]
+    changed, count = parity.changed_labels(tmp_path, network)
+    batch = parity.pytorch_outputs(tmp_path, network, tokens, mask, types)[head]
     found, total = 0, 0
     lengths = mask.sum(1)
     for real in np.unique(lengths):  # rows of equal length need no padding
         rows = np.flatnonzero(lengths == real)
         one = (x[rows, :real] for x in (tokens, mask, types))
-        alone = certificate.pytorch_outputs(tmp_path, network, *one)[head]
+        alone = parity.pytorch_outputs(tmp_path, network, *one)[head]
         padded = batch[rows][:, :real] if head != "sequence_head" else batch[rows]
         axis = 1 if head == "span_head" else -1
         differs = alone.argmax(axis) != padded.argmax(axis)
@@ -211,7 +210,7 @@ def test_an_export_ends_with_one_warning_about_padding(make_run, tmp_path, caplo
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert [caplog.messages[-1]] == warnings
     network = networks.split(config, random_params(config))["main"]
-    assert f"{certificate.measure_padding(network):.1e}" in warnings[0]
+    assert f"{parity.measure_padding(network):.1e}" in warnings[0]
     page, _, heading = re.search(r"(docs/\S+\.md)(#)([\w-]+)", warnings[0]).groups()
     text = (REPOSITORY / page).read_text().lower()
     assert f"\n## {heading.replace('-', ' ')}\n" in text

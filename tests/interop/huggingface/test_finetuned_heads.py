@@ -8,8 +8,7 @@ import pytest
 from flax import nnx
 
 from convbert_jax.config import OutputsSection
-from convbert_jax.interop import certificate, networks
-from convbert_jax.interop.huggingface import folder as huggingface
+from convbert_jax.interop import huggingface, networks, parity
 from convbert_jax.models.finetuned import FinetunedModel
 from tests.interop.conftest import make_config, random_params
 from tests.refusals import refused
@@ -40,8 +39,8 @@ def test_one_dense_on_cls_is_written_as_dense_gelu_dense(labels):
     names = tuple("abcdefghijklmnop"[:labels])
     config, params = make_model(OutputsSection(head="first_token", labels=names))
     network = networks.split(config, params)["main"]
-    assert huggingface.huggingface_config.architecture(network).endswith("SequenceClassification")
-    theirs = certificate.our_outputs(network, *rows())["sequence_head"]
+    assert huggingface.architecture(network).endswith("SequenceClassification")
+    theirs = parity.our_outputs(network, *rows())["sequence_head"]
     np.testing.assert_allclose(theirs, classify(config, params, rows()), atol=2e-6)
 
 
@@ -58,7 +57,7 @@ def test_a_regression_leaves_in_the_unit_of_its_labels(head):
     outputs = OutputsSection(kind="regression", head=head, labels=("value",), scale=5.0)
     config, params = make_model(outputs)
     network = networks.split(config, params)["main"]
-    theirs = certificate.our_outputs(network, *rows())["sequence_head"]
+    theirs = parity.our_outputs(network, *rows())["sequence_head"]
     np.testing.assert_allclose(theirs, 5 * classify(config, params, rows()), atol=1e-5)
 
 
@@ -71,6 +70,6 @@ def test_hugging_face_computes_the_same_from_the_releases_head(tmp_path, mixer):
     network = networks.split(config, params)["main"]
     huggingface.write_network(tmp_path, network, pad_id=0)
     tokens, segment_ids, types = rows()
-    theirs = certificate.pytorch_outputs(tmp_path, network, tokens, segment_ids, types)
+    theirs = parity.pytorch_outputs(tmp_path, network, tokens, segment_ids, types)
     ours = classify(config, params, (tokens, segment_ids, types))
     np.testing.assert_allclose(theirs["sequence_head"], ours, atol=1e-5)

@@ -9,8 +9,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from convbert_jax.interop.huggingface import config as huggingface_config
-from convbert_jax.interop.huggingface import folder as huggingface
+from convbert_jax.interop import huggingface
 from convbert_jax.interop.networks import ConversionError
 from tests.interop.conftest import (
     assert_same,
@@ -57,7 +56,7 @@ CLASSES = {
 def test_round_trip(tmp_path, family):
     """Covers both networks; a masked language model has only one."""
     _, parts = random_parts(**FAMILIES[family])
-    assert huggingface_config.architecture(parts["main"]) == CLASSES[family]
+    assert huggingface.architecture(parts["main"]) == CLASSES[family]
     for name, network in parts.items():
         source = huggingface.read_folder(write(tmp_path / name, network))
         back = source.networks["main"]
@@ -97,7 +96,7 @@ def test_heads_of_fine_tuned_models(tmp_path, family):
         assert_same(tuned, back)
         assert back.labels == (() if head == "span_head" else LABELS)
     if family == "convbert":
-        assert huggingface_config.architecture(tuned) == "ConvBertForQuestionAnswering"
+        assert huggingface.architecture(tuned) == "ConvBertForQuestionAnswering"
 
 
 @pytest.mark.parametrize("family", ["convbert", "electra"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
-from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
+from convbert_jax.interop import huggingface_tokenizer
 from convbert_jax.interop.networks import ConversionError
 from tests.interop.conftest import WORDS
 from tests.refusals import refused

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from convbert_jax.interop import certificate
-from convbert_jax.interop.huggingface import folder as huggingface
+from convbert_jax.interop import huggingface, parity
 from tests.interop.conftest import random_network
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
@@ -30,7 +29,7 @@ def test_onnxruntime_gives_our_numbers(tmp_path, fields, name, head):
     model = getattr(transformers, architecture).from_pretrained(
         tmp_path, attn_implementation="eager"
     )
-    tokens, mask, types = certificate.sample_inputs(network)
+    tokens, mask, types = parity.sample_inputs(network)
     free = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=tokens.shape[1])}
     torch.onnx.export(
         model.eval(),
@@ -45,6 +44,6 @@ def test_onnxruntime_gives_our_numbers(tmp_path, fields, name, head):
     for batch, length in ((4, tokens.shape[1]), (2, 17)):
         arrays = [array[:batch, :length] for array in (tokens, mask, types)]
         found = session.run(None, dict(zip(NAMES, arrays, strict=True)))[0]
-        expected = certificate.our_outputs(network, *arrays)[head]
+        expected = parity.our_outputs(network, *arrays)[head]
         real = arrays[1].astype(bool) if "mixer" in fields else slice(None)
         np.testing.assert_allclose(found[real], expected[real], atol=1e-5)

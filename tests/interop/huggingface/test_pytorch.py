@@ -6,8 +6,7 @@ import logging
 import numpy as np
 import pytest
 
-from convbert_jax.interop import certificate, networks
-from convbert_jax.interop.huggingface import folder as huggingface
+from convbert_jax.interop import huggingface, networks, parity, weight_files
 from tests.interop.conftest import assert_same, random_network, with_head
 from tests.refusals import refused
 
@@ -70,7 +69,7 @@ def check_round_trip(folder, again):
     """Read their folder and write it again: the tensors must be bit-identical."""
     network = huggingface.read_folder(folder).networks["main"]
     huggingface.write_network(again, network, pad_id=0)
-    first, second = (huggingface.weight_files.read_weights(f) for f in (folder, again))
+    first, second = (weight_files.read_weights(f) for f in (folder, again))
     ignored = {n.removeprefix("main:") for n in huggingface.read_folder(folder).ignored}
     assert first.keys() - ignored == second.keys()
     for name in second:
@@ -79,11 +78,11 @@ def check_round_trip(folder, again):
 
 
 def check_outputs(folder, network, logits=1e-5):
-    tokens, mask, types = certificate.sample_inputs(network)
+    tokens, mask, types = parity.sample_inputs(network)
     leaks = network.family == "convbert"  # padded positions agree too
     for rows in (np.ones_like(mask), mask):
-        ours = certificate.our_outputs(network, tokens, rows, types)
-        theirs = certificate.pytorch_outputs(folder, network, tokens, rows, types)
+        ours = parity.our_outputs(network, tokens, rows, types)
+        theirs = parity.pytorch_outputs(folder, network, tokens, rows, types)
         assert ours.keys() == theirs.keys()
         for name in ours:
             shown = slice(None) if leaks or ours[name].ndim < 2 else rows.astype(bool)
@@ -127,7 +126,7 @@ def test_pairs_without_a_class(tmp_path):
     """The head is stored with ConvBERT's class and computed as in BERT's."""
     network = random_network(recipe="masked_lm", pairs="order")
     huggingface.write_network(tmp_path / "it", network, pad_id=0)
-    proof = certificate.certify(tmp_path / "it", network)
+    proof = parity.check_parity(tmp_path / "it", network)
     assert {"hidden", "mlm_head", "pair_head"} <= set(proof.differences)
 
 
@@ -185,7 +184,7 @@ def test_a_class_reports_only_what_the_card_says(tmp_path, caplog, family, name)
     allowed = DOCUMENTED[family, name]
     assert all(allowed and key.startswith(allowed) for key in info["unexpected_keys"])
     assert bool(caplog.records) == bool(allowed)  # only the documented keys are reported
-    proof = certificate.certify(folder, network, name)
+    proof = parity.check_parity(folder, network, name)
     assert max(proof.differences.values()) < 1e-5
     assert proof.padding == ""
 
@@ -193,16 +192,16 @@ def test_a_class_reports_only_what_the_card_says(tmp_path, caplog, family, name)
 def test_the_certificate_of_a_masked_convolution(tmp_path):
     network = random_network(mask_convolution=True)
     huggingface.write_network(tmp_path / "it", network, pad_id=0)
-    proof = certificate.certify(tmp_path / "it", network)
+    proof = parity.check_parity(tmp_path / "it", network)
     assert max(proof.differences.values()) < 1e-5
     assert proof.parameters == len(network.parameters)
-    tokens, mask, types = certificate.sample_inputs(network)
-    ours = certificate.our_outputs(network, tokens, mask, types)
-    theirs = certificate.pytorch_outputs(tmp_path / "it", network, tokens, mask, types)
+    tokens, mask, types = parity.sample_inputs(network)
+    ours = parity.our_outputs(network, tokens, mask, types)
+    theirs = parity.pytorch_outputs(tmp_path / "it", network, tokens, mask, types)
     real = mask.astype(bool)
     moved = max(np.abs(ours[output] - theirs[output])[real].max() for output in ours)
     assert moved > 1e-3
-    assert certificate.measure_padding(network) == pytest.approx(moved, rel=1e-3)
+    assert parity.measure_padding(network) == pytest.approx(moved, rel=1e-3)
     assert f"{moved:.1e}" in proof.padding
 
 
@@ -214,11 +213,11 @@ def test_a_wrong_weight_is_no_parity(tmp_path, monkeypatch):
     changed = dict(network.parameters)
     changed["layers/0/mixer/query/kernel"] = changed["layers/0/mixer/query/kernel"] * 1.01
     other = networks.dataclasses.replace(network, parameters=changed)
-    with refused(certificate.ParityError, "layers/0/mixer/query/kernel", path=folder):
-        certificate.certify(folder, other)
-    monkeypatch.setattr(certificate, "_check_read_back", lambda *_: 1)
-    with refused(certificate.ParityError, "hidden", path=folder):
-        certificate.certify(folder, other)
+    with refused(parity.ParityError, "layers/0/mixer/query/kernel", path=folder):
+        parity.check_parity(folder, other)
+    monkeypatch.setattr(parity, "_check_read_back", lambda *_: 1)
+    with refused(parity.ParityError, "hidden", path=folder):
+        parity.check_parity(folder, other)
 
 
 def test_numbers_in_large_units(tmp_path):
@@ -230,8 +229,8 @@ def test_numbers_in_large_units(tmp_path):
     }
     network = networks.dataclasses.replace(tuned, parameters=large)
     huggingface.write_network(tmp_path / "it", network, pad_id=0)
-    difference = certificate.certify(tmp_path / "it", network).differences["sequence_head"]
-    assert certificate.LIMIT < difference < 10
+    difference = parity.check_parity(tmp_path / "it", network).differences["sequence_head"]
+    assert parity.LIMIT < difference < 10
 
 
 @pytest.mark.parametrize(
@@ -249,14 +248,14 @@ def test_fine_tuned_heads_with_label_names(tmp_path, head):
     config = transformers.AutoConfig.from_pretrained(folder)
     if head != "span_head":
         assert config.id2label == dict(enumerate(labels))
-    assert max(certificate.certify(folder, network).differences.values()) < 1e-5
+    assert max(parity.check_parity(folder, network).differences.values()) < 1e-5
     assert_same(network, huggingface.read_folder(folder).networks["main"])
 
 
 def test_pickled_weights(tmp_path):
     network = random_network()
     huggingface.write_network(tmp_path, network, pad_id=0)
-    tensors = huggingface.weight_files.read_weights(tmp_path)
+    tensors = weight_files.read_weights(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(
         {name: torch.tensor(array) for name, array in tensors.items()},
@@ -275,6 +274,6 @@ def test_the_published_base_model(tmp_path):
         pytest.skip("set CONVBERT_BASE_FOLDER to a download of YituTech/conv-bert-base")
     network = huggingface.read_folder(pathlib.Path(folder)).networks["main"]
     tokens = np.array([[1, 2, 3, 4, 5, 6]])
-    out = certificate.our_outputs(network, tokens, np.ones_like(tokens), np.zeros_like(tokens))
+    out = parity.our_outputs(network, tokens, np.ones_like(tokens), np.zeros_like(tokens))
     wanted = [[-0.0864, -0.4898, -0.3677], [0.1434, -0.2952, -0.7640], [-0.0112, -0.4432, -0.5432]]
     np.testing.assert_allclose(out["hidden"][0, :3, :3], wanted, atol=1e-4)

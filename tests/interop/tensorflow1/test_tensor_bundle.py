@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from convbert_jax.interop import tensor_bundle, tensorflow1
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
-from convbert_jax.interop.tensorflow1 import sorted_table
-from convbert_jax.interop.tensorflow1.sorted_table import checksum, read_varint, varint
-from convbert_jax.interop.tensorflow1.tensor_bundle import (
+from convbert_jax.interop.tensor_bundle import (
     Bundle,
     EntryProto,
     HeaderProto,
+    checksum,
+    read_varint,
+    varint,
     write_bundle,
 )
 from tests.interop.tensorflow1 import tf_values
@@ -57,22 +58,22 @@ def test_varints(value):
 @given(st.dictionaries(st.binary(min_size=1, max_size=40), st.binary(max_size=3000), max_size=40))
 def test_tables_round_trip(entries):
     ordered = sorted(entries.items())
-    assert list(sorted_table.read_table(sorted_table.write_table(ordered))) == ordered
+    assert list(tensor_bundle.read_table(tensor_bundle.write_table(ordered))) == ordered
 
 
 @given(st.binary(max_size=400))
 @settings(max_examples=100)
 def test_no_bytes_hang_or_crash_a_table(data):
-    footer = bytes(40) + sorted_table.MAGIC.to_bytes(8, "little")
+    footer = bytes(40) + tensor_bundle.MAGIC.to_bytes(8, "little")
     for content in (data, data + footer, data + footer[len(data) % 40 :]):
         with contextlib.suppress(ValueError):
-            list(sorted_table.read_table(content))
+            list(tensor_bundle.read_table(content))
 
 
 def test_blocks_with_shared_beginnings_are_read():
     """LevelDB's prefix compression: the second key reuses three bytes of the first."""
     block = bytes([0, 4, 1]) + b"abcd" + b"1" + bytes([3, 2, 1]) + b"xy" + b"2"
-    entries = list(sorted_table.read_table(table_of(block + RESTART)))
+    entries = list(tensor_bundle.read_table(table_of(block + RESTART)))
     assert entries == [(b"abcd", b"1"), (b"abcxy", b"2")]
 
 
@@ -84,7 +85,7 @@ def test_snappy_blocks_are_read():
     packed += bytes([1 | (8 - 4) << 2, 2])  # copy eight bytes from offset 2
     packed += bytes([2 | (2 - 1) << 2, 2, 0])  # copy two bytes from offset 2, long form
     packed += bytes([(8 - 1) << 2]) + RESTART
-    assert list(sorted_table.read_table(table_of(packed, kind=1))) == [(b"a", b"abababababab")]
+    assert list(tensor_bundle.read_table(table_of(packed, kind=1))) == [(b"a", b"abababababab")]
 
 
 @given(st.binary(max_size=120))
@@ -92,7 +93,7 @@ def test_snappy_blocks_are_read():
 def test_no_bytes_hang_or_crash_snappy(data):
     for size in (len(data), 20 * len(data), 1 << 40):
         with contextlib.suppress(ValueError):
-            list(sorted_table.read_table(table_of(varint(size) + data, kind=1)))
+            list(tensor_bundle.read_table(table_of(varint(size) + data, kind=1)))
 
 
 def test_bundles_round_trip(tmp_path):
@@ -190,7 +191,9 @@ def test_no_index_hangs_or_crashes(tmp_path_factory, table, header):
     folder = tmp_path_factory.mktemp("fuzz", numbered=True)
     prefix = folder / "model.ckpt"
     rows = {b"": header} | {key.encode(): value for key, value in table.items()}
-    prefix.with_name("model.ckpt.index").write_bytes(sorted_table.write_table(sorted(rows.items())))
+    prefix.with_name("model.ckpt.index").write_bytes(
+        tensor_bundle.write_table(sorted(rows.items()))
+    )
     prefix.with_name("model.ckpt.data-00000-of-00001").write_bytes(bytes(64))
     try:
         bundle = Bundle(prefix)
@@ -204,7 +207,7 @@ def test_real_index_files_with_random_damage(tmp_path):
     """TensorFlow's file with checksums fixed after the damage, so that the parser is reached."""
     content = (REAL / "convbert" / f"model.ckpt-{tf_values.STEP}.index").read_bytes()
     rng = np.random.default_rng(0)
-    rows = list(sorted_table.read_table(content))
+    rows = list(tensor_bundle.read_table(content))
     for number in range(25):
         rows_now = [list(row) for row in rows]
         row = rows_now[rng.integers(len(rows_now))]
@@ -215,7 +218,7 @@ def test_real_index_files_with_random_damage(tmp_path):
         row[at] = bytes(data)
         prefix = tmp_path / f"{number}"
         ordered = sorted({bytes(k): bytes(v) for k, v in rows_now}.items())
-        prefix.with_name(f"{number}.index").write_bytes(sorted_table.write_table(ordered))
+        prefix.with_name(f"{number}.index").write_bytes(tensor_bundle.write_table(ordered))
         prefix.with_name(f"{number}.data-00000-of-00001").write_bytes(
             (REAL / "convbert" / f"model.ckpt-{tf_values.STEP}.data-00000-of-00001").read_bytes()
         )

@@ -6,11 +6,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from convbert_jax.interop import certificate
-from convbert_jax.interop.huggingface import folder as huggingface
+from convbert_jax.interop import huggingface, parity, tensorflow1
 from convbert_jax.interop.networks import ConversionError, split
-from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
-from convbert_jax.interop.tensorflow1.tensor_bundle import Bundle, write_bundle
+from convbert_jax.interop.tensor_bundle import Bundle, write_bundle
 from tests.interop.conftest import (
     assert_same,
     make_config,
@@ -58,7 +56,7 @@ def test_what_tensorflow_computed():
     tokens, mask, types = tf_values.inputs()
     with np.load(REAL / "expected.npz") as expected:
         for name, scope in (("main", "electra"), ("generator", "generator")):
-            ours = certificate.our_outputs(read.networks[name], tokens, mask, types)
+            ours = parity.our_outputs(read.networks[name], tokens, mask, types)
             np.testing.assert_allclose(ours.pop("hidden"), expected[f"{scope}_hidden"], atol=5e-6)
             for head, logits in ours.items():
                 np.testing.assert_allclose(logits, expected[head], atol=5e-6)
@@ -75,7 +73,7 @@ def test_tensorflow_to_pytorch(tmp_path):
         for name, scope in (("main", "electra"), ("generator", "generator")):
             network = read.networks[name]
             huggingface.write_network(tmp_path / name, network, pad_id=0)
-            theirs = certificate.pytorch_outputs(tmp_path / name, network, tokens, mask, types)
+            theirs = parity.pytorch_outputs(tmp_path / name, network, tokens, mask, types)
             np.testing.assert_allclose(theirs.pop("hidden"), expected[f"{scope}_hidden"], atol=5e-6)
             assert theirs
             for head, logits in theirs.items():

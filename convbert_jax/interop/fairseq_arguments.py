@@ -7,9 +7,8 @@ from typing import Any
 
 from convbert_jax.config import ModelSection
 from convbert_jax.config.sequences import SequenceSection
-from convbert_jax.interop.claims import LARGEST, shown
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.interop.pytorch import Foreign
+from convbert_jax.interop.weight_files import LARGEST, Foreign, shown
 
 LAST_NORM = "decoder.layer_norm.weight"
 EPSILON = 1e-5  # default of torch.nn.LayerNorm; fairseq has no argument for it

@@ -13,10 +13,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from convbert_jax.interop.huggingface import config as huggingface_config
-from convbert_jax.interop.huggingface import folder as huggingface
-from convbert_jax.interop.modules import forward
-from convbert_jax.interop.networks import ConversionError, Network
+from convbert_jax.interop import huggingface
+from convbert_jax.interop.networks import ConversionError, Network, forward
 from convbert_jax.interop.tables import READ_PADDING
 
 LIMIT = 1e-4  # largest absolute difference in float32; the larger of LIMIT and
@@ -30,7 +28,7 @@ class ParityError(ConversionError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Certificate:
+class ParityReport:
     """Result of a parity check: the largest absolute difference of each output.
 
     Attributes:
@@ -62,14 +60,14 @@ class Certificate:
         ]
 
 
-def certify(
+def check_parity(
     folder: Path,
     network: Network,
     name: str = "main",
     *,
     compare: bool = True,
     texts: Sequence[Sequence[str]] = (),
-) -> Certificate:
+) -> ParityReport:
     """Checks that an exported folder holds `network`.
 
     Args:
@@ -85,8 +83,8 @@ def certify(
     masked, where = network.masked, "Hugging Face's ConvBERT class"
     if not (compare and pytorch_is_there()):
         padding = describe_padding(network, where, measured=compare) if masked else ""
-        return Certificate(name, "", {}, parameters, padding)
-    pad_id = huggingface_config.read(folder).get("pad_token_id") or 0
+        return ParityReport(name, "", {}, parameters, padding)
+    pad_id = huggingface.read_config(folder).get("pad_token_id") or 0
     tokens, mask, types = sample_inputs(network, pad_id)
     # On padded rows a masked convolution differs from PyTorch's, see `describe_padding`.
     kinds = {"full": np.ones_like(mask)} | ({} if masked else {"padded": mask})
@@ -108,7 +106,7 @@ def certify(
     padding = ""
     if masked:
         padding = describe_padding(network, where, labels=_describe_labels(folder, network, texts))
-    certificate = Certificate(name, _versions(network), differences, parameters, padding)
+    report = ParityReport(name, _versions(network), differences, parameters, padding)
     wrong = {out: value for out, value in differences.items() if not value <= limits[out]}
     if wrong:
         raise ParityError(
@@ -120,7 +118,7 @@ def certify(
             + ". Do not use these weights; report this as a bug of convbert_jax.",
             path=folder,
         )
-    return certificate
+    return report
 
 
 def pytorch_is_there() -> bool:
@@ -184,7 +182,7 @@ def changed_labels(
       (number of changed predictions, number of predictions).
     """
     tokens, mask, types = _batch_of(folder, network, texts)
-    head = next(head for head in huggingface_config.TUNED if network.has(head))
+    head = next(head for head in huggingface.TUNED if network.has(head))
     theirs = pytorch_outputs(folder, network, tokens, mask, types)[head]
     ours = our_outputs(network, tokens, mask, types)[head]
     if head == "span_head":  # start and end, among real tokens
@@ -198,7 +196,7 @@ def changed_labels(
 
 
 def _describe_labels(folder: Path, network: Network, texts: Sequence[Sequence[str]]) -> str:
-    if not any(network.has(head) for head in huggingface_config.TUNED):
+    if not any(network.has(head) for head in huggingface.TUNED):
         return ""
     if network.has("sequence_head") and len(network.labels) == 1:
         return ""  # a regression output, which `measure_padding` covers
@@ -211,7 +209,7 @@ def _batch_of(folder: Path, network: Network, texts: Sequence[Sequence[str]]):
     """Returns (tokens, mask, types), each [B, L], padded to the longest row."""
     if not texts:
         return sample_inputs(
-            network, huggingface_config.read(folder).get("pad_token_id") or 0, _BATCH
+            network, huggingface.read_config(folder).get("pad_token_id") or 0, _BATCH
         )
     import transformers
 
@@ -239,7 +237,7 @@ def pytorch_outputs(folder: Path, network: Network, tokens, mask, types) -> dict
     import torch
     import transformers
 
-    name = huggingface_config.architecture(network)
+    name = huggingface.architecture(network)
     with _quiet():
         model = getattr(transformers, name).from_pretrained(folder).float().eval()
     with torch.no_grad():
@@ -254,10 +252,10 @@ def pytorch_outputs(folder: Path, network: Network, tokens, mask, types) -> dict
             results["mlm_head"] = outputs.prediction_logits
             results["pair_head"] = outputs.seq_relationship_logits
         else:
-            for head, suffix in huggingface_config.CLASSES.items():
+            for head, suffix in huggingface.CLASSES.items():
                 if name.endswith(suffix):
                     results[head] = _logits(torch, outputs)
-        if unclassed := huggingface_config.unclassed_heads(network):
+        if unclassed := huggingface.unclassed_heads(network):
             read = huggingface.read_folder(folder).networks["main"]
             for head in unclassed:
                 results[head] = _compute_head(torch, read, head, results["hidden"])
@@ -310,7 +308,7 @@ def _versions(network: Network) -> str:
     import torch
     import transformers
 
-    name = huggingface_config.architecture(network)
+    name = huggingface.architecture(network)
     return f"{name} (transformers {transformers.__version__}, torch {torch.__version__})"
 
 
@@ -327,3 +325,97 @@ def _quiet():
     finally:
         transformers.logging.set_verbosity(before)
         transformers.logging.enable_progress_bar()
+
+
+CARD = "README.md"
+
+
+def write_card(
+    network: Network, *, title: str, made_by: str, report: ParityReport, notes: Sequence[str]
+) -> str:
+    """Returns the model card of a network as Markdown.
+
+    Args:
+      title: name of the run and role of the network.
+      made_by: origin of the weights, one sentence.
+      report: result of the parity check.
+      notes: further paragraphs.
+    """
+    name = huggingface.architecture(network)
+    layer, embeddings, encoder = network.layer, network.embeddings, network.encoder
+    count = sum(array.size for array in network.parameters.values())
+    parts = [
+        f"---\nlibrary_name: transformers\ntags:\n- {network.family}\n---",
+        f"# {title}",
+        made_by,
+        "\n".join(
+            [
+                "| | |",
+                "|---|---|",
+                f"| class | `{name}` |",
+                f"| parameters | {count:,} |",
+                f"| layers, hidden size, embedding size | {encoder.depth}, {encoder.hidden_size}, "
+                f"{embeddings.size} |",
+                f"| heads | {layer.mixer} |",
+                f"| feed-forward | {layer.ffn_size}, {layer.ffn_groups} group(s) |",
+                f"| vocabulary, longest input | {embeddings.vocab_size:,}, "
+                f"{embeddings.positions} |",
+            ]
+        ),
+        "```python\nfrom transformers import AutoTokenizer, "
+        f"{_auto_class(name)}\n\n"
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
+        f'model = {_auto_class(name)}.from_pretrained("FOLDER")\n```',
+        *_describe_use(network, name),
+        *([report.padding] if report.padding else []),
+        *notes,
+        "## Parity\n\n" + "\n".join(f"- {line}" for line in report.lines()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _auto_class(name: str) -> str:
+    for suffix in huggingface.CLASSES.values():
+        if name.endswith(suffix):
+            return f"AutoModel{suffix}"
+    return "AutoModel"
+
+
+def _describe_use(network: Network, name: str) -> list[str]:
+    said = []
+    if network.use.get("outputs.texts"):
+        said.append(_describe_input(network))
+    if name == "ConvBertModel" and network.has("rtd_head"):
+        said.append(
+            "The four `discriminator_predictions.*` tensors are the head for replaced-token "
+            "detection. No ConvBERT class has this head, so transformers reports the tensors as "
+            "UNEXPECTED and ignores them; convbert_jax loads them."
+        )
+    if "pair_head" in huggingface.unclassed_heads(network):
+        said.append(
+            "The four `pair_predictions.*` tensors are the head for sentence pairs. Only BERT "
+            "classes have this head, so transformers reports the tensors as UNEXPECTED and "
+            "ignores them; convbert_jax loads them."
+        )
+    if name == "BertForMaskedLM":
+        said.append(
+            "The model has no pooler: `AutoModel` initializes one and reports it as MISSING. Use "
+            "`last_hidden_state`, or pass `add_pooling_layer=False` to `BertModel`."
+        )
+    if network.encoder.reads_padding:
+        said.append(
+            "As in the official code, the convolution reads padding: outputs depend slightly on "
+            "the amount of padding."
+        )
+    return said
+
+
+def _describe_input(network: Network) -> str:
+    use = network.use
+    columns, length = use.get("outputs.columns"), use.get("finetune.length")
+    told = "two texts, `tokenizer(first, second)`" if use["outputs.texts"] == 2 else "one text"
+    if columns:
+        told += f", from {' and '.join(f'`{column}`' for column in columns)} of its training files"
+    if length:
+        told += f". Fine-tuning used at most {length} tokens, including special tokens"
+    return f"The input is {told}."

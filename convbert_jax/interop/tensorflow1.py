@@ -15,17 +15,23 @@ import numpy as np
 from absl import logging
 
 from convbert_jax.config import EncoderConfig
-from convbert_jax.interop.claims import LARGEST, LEAST_PARAMETERS, check_finite, read_json, shown
-from convbert_jax.interop.modules import shapes
+from convbert_jax.interop import tensor_bundle
 from convbert_jax.interop.networks import (
     ConversionError,
     Network,
     check_same_layers,
     describe_sizes,
+    shapes,
 )
 from convbert_jax.interop.tables import export_error, tensorflow_places
-from convbert_jax.interop.tensorflow1 import sorted_table
-from convbert_jax.interop.tensorflow1.tensor_bundle import Bundle, write_bundle
+from convbert_jax.interop.tensor_bundle import Bundle, write_bundle
+from convbert_jax.interop.weight_files import (
+    LARGEST,
+    LEAST_PARAMETERS,
+    check_finite,
+    read_json,
+    shown,
+)
 from convbert_jax.models.mixers.attention import Attention
 from convbert_jax.models.mixers.mixed import Mixed
 
@@ -87,7 +93,7 @@ def find_prefix(path: Path) -> Path | None:
     if path.is_file():
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 64))
-            if sorted_table.is_table(file.read()):
+            if tensor_bundle.is_table(file.read()):
                 raise ConversionError(
                     f"{path} is a TensorFlow checkpoint in V1 format. Convert it with "
                     "tf.compat.v1.train.Saver(write_version=tf.compat.v1.train.SaverDef.V2).",

@@ -11,7 +11,7 @@ from convbert_jax.data.parallel import vocabularies
 from convbert_jax.files import DamagedFileError
 from convbert_jax.finetuning.run import save_model
 from convbert_jax.inference.loading import read_finetuned
-from convbert_jax.interop.runs.vocabulary import (
+from convbert_jax.interop.sources import (
     keep_vocabularies,
     read_tokenizer,
     read_tokenizers,

@@ -1,1 +1,0 @@
-"""fairseq's translation and language models: LightConv, DynamicConv and Transformer."""

@@ -1,1 +1,0 @@
-"""Hugging Face folders: weights, config, tokenizer and model card."""

@@ -1,1 +1,0 @@
-"""Vocabularies of runs."""
