@@ -49,10 +49,8 @@ def trace(function: Callable, *shapes: jax.ShapeDtypeStruct) -> None:
 
 def trace_ops() -> None:
     from convbert_jax.ops.attention import attention
-    from convbert_jax.ops.depthwise_conv import depthwise_conv
-    from convbert_jax.ops.dynamic_conv import dynamic_conv
-    from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
-    from convbert_jax.ops.tables import look_up
+    from convbert_jax.ops.convolution import depthwise_conv, dynamic_conv, span_dynamic_conv
+    from convbert_jax.ops.embedding import embedding_lookup
 
     ids = jnp.ones((2, 24), jnp.int32)
     forms = (
@@ -78,11 +76,11 @@ def trace_ops() -> None:
         trace(span, rows, rows, rows, width, outputs)
         trace(lambda query, *rest, span=span: span(query, None, *rest), rows, rows, width, outputs)
         trace(lambda query, *rest, span=span: span(query, None, None, *rest), rows, width, outputs)
-    trace(lambda table: look_up(table, ids), jax.ShapeDtypeStruct((40, 32), jnp.float32))
+    trace(lambda table: embedding_lookup(table, ids), jax.ShapeDtypeStruct((40, 32), jnp.float32))
 
 
 def trace_steps() -> None:
-    from convbert_jax.ops.one_step import depthwise_conv_step, dynamic_conv_step
+    from convbert_jax.ops.convolution import depthwise_conv_step, dynamic_conv_step
 
     for dtype in (jnp.float32, jnp.bfloat16):
         window, filters, light, rows, few = (
@@ -106,7 +104,7 @@ def trace_sequences() -> None:
         derive_language_model,
     )
     from convbert_jax.decoding import search
-    from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
+    from convbert_jax.models.networks import EncoderDecoder, LanguageModel
 
     ids = jnp.ones((2, 8), jnp.int32)
 
@@ -188,7 +186,7 @@ def main() -> None:
         trace_sequences()
         trace_pretraining()
         trace_text()
-        from convbert_jax.ops.softmax import softmax
+        from convbert_jax.ops.nn import softmax
 
         wrong = jnp.ones((4, 5), bool)  # unchecked function
         with refused(jaxtyping.TypeCheckError, "visible"):

@@ -59,14 +59,6 @@ ROOMS = {
         "inputs": {"tables", "tasks"},
     },
     "training": {"checkpoints": {"environment"}, "environment": set(), "reports": set()},
-    "ops": {
-        "mesh": set(),
-        "verification": set(),
-        "xla": {"mesh"},
-        "tpu": {"xla"},
-        "gpu": set(),
-        "attention": {"mesh", "tpu"},
-    },
 }
 
 

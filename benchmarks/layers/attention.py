@@ -65,7 +65,7 @@ def build(rows: int, length: int, heads: int, width: int, form: str, rate: float
     import jax.numpy as jnp
 
     from convbert_jax.ops.attention import attention
-    from convbert_jax.ops.dropout import dropout_of
+    from convbert_jax.ops.nn import dropout_of
 
     def run(query, key, value, cotangent, ids, seed):
         drop = dropout_of(rate, jax.random.wrap_key_data(seed, impl="rbg"))

@@ -3,7 +3,7 @@
     python -m benchmarks.layers.block_sizes --target=tpu:v5e
 
 Compiles each kernel with 1, 2, 4 and 8 rows per step at the shapes of the configs and prints the
-costs. Then prints lines for `MEASURED` in convbert_jax/ops/tpu/block_sizes.py where the best is
+costs. Then prints lines for `MEASURED` in convbert_jax/ops/tpu/layout.py where the best is
 more than 3% better than the rule of that file. No TPU is needed.
 """
 
@@ -25,7 +25,7 @@ def main() -> None:
     tpu_pricing.use_compile_only_tpu()
     import jax
 
-    from convbert_jax.ops.tpu import block_sizes
+    from convbert_jax.ops.tpu import layout
 
     better = []
     for length, heads, width in SHAPES:
@@ -33,8 +33,8 @@ def main() -> None:
             costs, key = {}, None
             for rows in ("rule", *CANDIDATES):
                 jax.clear_caches()  # otherwise the previous candidate's kernel would be reused
-                seen = watch(block_sizes, rows)
-                costs[rows] = cost(function, shapes, options.target, block_sizes)
+                seen = watch(layout, rows)
+                costs[rows] = cost(function, shapes, options.target, layout)
                 key = seen[kernel]
             line = ", ".join(f"{rows}: {value / 1e3:.1f}" for rows, value in costs.items() if value)
             print(f"{options.target} {length} x {heads} x {width} {kernel}: {line}", flush=True)
@@ -49,9 +49,9 @@ def kernels(length: int, heads: int, width: int) -> dict:
     import jax
     import jax.numpy as jnp
 
-    from convbert_jax.ops import taps, tpu
+    from convbert_jax.ops import tpu, xla
 
-    batch, channels, offsets = TOKENS // length, heads * width, taps.offsets(9)
+    batch, channels, offsets = TOKENS // length, heads * width, xla.tap_offsets(9)
 
     def shape(*sizes):
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
@@ -77,7 +77,7 @@ def kernels(length: int, heads: int, width: int) -> dict:
     }
 
 
-def watch(block_sizes, rows) -> dict[str, tuple]:
+def watch(layout, rows) -> dict[str, tuple]:
     """Forces `rows` rows per step in all kernels; records their keys of MEASURED by kernel."""
     seen: dict[str, tuple] = {}
 
@@ -86,11 +86,11 @@ def watch(block_sizes, rows) -> dict[str, tuple]:
             seen[key[-1]] = key
             return None if rows == "rule" else rows
 
-    block_sizes.MEASURED = Answers()
+    layout.MEASURED = Answers()
     return seen
 
 
-def cost(function, shapes, target: str, block_sizes) -> float | None:
+def cost(function, shapes, target: str, layout) -> float | None:
     """Returns the cycles of a kernel; None if it does not fit the chip."""
     try:
         found = tpu_pricing.price(function, *shapes, target=target)

@@ -108,14 +108,14 @@ def print_table(rows: list[Row], options: argparse.Namespace) -> None:
 def functions(options: argparse.Namespace) -> dict[tuple[str, str], Callable]:
     """Returns (op, implementation) -> function of the op's arrays."""
     from benchmarks.layers.baselines import BASELINES, spanned
-    from convbert_jax.ops import depthwise_conv, dynamic_conv, span_dynamic_conv
+    from convbert_jax.ops import convolution
 
     def of_token(values, *arguments, **options):
-        return span_dynamic_conv.span_dynamic_conv(values, None, None, *arguments, **options)
+        return convolution.span_dynamic_conv(values, None, None, *arguments, **options)
 
     def light(values, filters, **options):
         by_head = values.reshape(*values.shape[:2], len(filters), -1)
-        return dynamic_conv.dynamic_conv(by_head, filters, **options).reshape(values.shape)
+        return convolution.dynamic_conv(by_head, filters, **options).reshape(values.shape)
 
     def plain(function):
         def run(values, filters, *ids):
@@ -137,16 +137,16 @@ def functions(options: argparse.Namespace) -> dict[tuple[str, str], Callable]:
         for name, formula in BASELINES.items():
             found["dynamic_conv", name] = plain(formula)
             found["span_dynamic_conv", name] = spanned(formula, options.heads)
-    for name in (*dynamic_conv.IMPLEMENTATIONS, "auto"):
-        op = ours(dynamic_conv.dynamic_conv, name, 2)
+    for name in (*convolution.IMPLEMENTATIONS["dynamic_conv"], "auto"):
+        op = ours(convolution.dynamic_conv, name, 2)
         found["dynamic_conv", name] = plain(op)
-    for name in (*span_dynamic_conv.IMPLEMENTATIONS, "auto"):
-        op = ours(span_dynamic_conv.span_dynamic_conv, name, 5, heads=options.heads)
+    for name in (*convolution.IMPLEMENTATIONS["span_dynamic_conv"], "auto"):
+        op = ours(convolution.span_dynamic_conv, name, 5, heads=options.heads)
         found["span_dynamic_conv", name] = op
         found["token_dynamic_conv", name] = ours(of_token, name, 3, heads=options.heads)
-    for name in (*depthwise_conv.IMPLEMENTATIONS, "auto"):
+    for name in (*convolution.IMPLEMENTATIONS["depthwise_conv"], "auto"):
         found["light_conv", name] = ours(light, name, 2)
-        op = ours(depthwise_conv.depthwise_conv, name, 2, dilation=options.dilation)
+        op = ours(convolution.depthwise_conv, name, 2, dilation=options.dilation)
         found["depthwise_conv", name] = op
     chosen = [
         key

@@ -65,17 +65,19 @@ def main() -> None:
 @contextlib.contextmanager
 def _gathering():
     """Hides the sharding of rows from ops while they are traced."""
-    from convbert_jax.ops.mesh import division
+    from convbert_jax.ops import partitioning
 
-    divide = division.over_mesh
+    divide = partitioning.shard_map_op
 
     def whole(function, arrays, specs, out_spec, **_):
         def keep(spec):
-            return division.jax.P(*(None if part == division.SEQUENCE else part for part in spec))
+            return partitioning.jax.P(
+                *(None if part == partitioning.SEQUENCE else part for part in spec)
+            )
 
         return divide(function, arrays, [keep(spec) for spec in specs], keep(out_spec))
 
-    with mock.patch.object(division, "over_mesh", whole):
+    with mock.patch.object(partitioning, "shard_map_op", whole):
         yield
 
 

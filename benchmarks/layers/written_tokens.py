@@ -60,7 +60,7 @@ def measure(mixer: str, rows: int, options: argparse.Namespace) -> tuple[float, 
     import jax.numpy as jnp
     from flax import nnx
 
-    from convbert_jax.decoding import beam
+    from convbert_jax.decoding import generation
     from convbert_jax.decoding import state as states
 
     made = {}
@@ -94,7 +94,7 @@ def measure(mixer: str, rows: int, options: argparse.Namespace) -> tuple[float, 
             return model.step(tokens, state, place, read, jnp.bfloat16)
 
         with _as_many_steps(options.steps):
-            return beam.search(step, state, prompt, beam=options.beam, length=length, end=2)
+            return generation.search(step, state, prompt, beam=options.beam, length=length, end=2)
 
     state, read = jax.eval_shape(begin, params, prompt)
     tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)

@@ -62,9 +62,9 @@ def check_kernels(results: Results, job: str, smoke: bool) -> None:
 
 
 def _measure(function, definition, arguments, seed, exact):
-    from convbert_jax.ops.verification import compare
+    from convbert_jax.ops import verification
 
-    return compare.measure_errors(function, definition, arguments, {}, seed=seed, exact=exact)
+    return verification.measure_errors(function, definition, arguments, {}, seed=seed, exact=exact)
 
 
 def _calls(dtype, smoke: bool):
@@ -73,7 +73,7 @@ def _calls(dtype, smoke: bool):
     import jax.numpy as jnp
     import numpy as np
 
-    from convbert_jax.ops import attention, gpu, reference, taps, xla
+    from convbert_jax.ops import attention, gpu, reference, xla
 
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -87,7 +87,7 @@ def _calls(dtype, smoke: bool):
         cases = {"tiny": (2, 20, 2, 16, 3, 1, False)}
     for case, (rows, length, heads, width, count, dilation, causal) in cases.items():
         ids = jax.ShapeDtypeStruct((rows, length), np.int32)
-        channels, offsets = heads * width, taps.offsets(count, dilation=dilation, causal=causal)
+        channels, offsets = heads * width, xla.tap_offsets(count, dilation=dilation, causal=causal)
         x, wide = array(rows, length, channels), array(rows, length, heads, width)
         calls = {
             "dynamic_conv": (wide, array(rows, length, heads, count), ids, offsets),

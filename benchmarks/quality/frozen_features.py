@@ -48,7 +48,7 @@ def extract(arguments, source):
 
     from configs import text
     from convbert_jax.config import from_config_dict, to_dict
-    from convbert_jax.models.finetuned import FinetunedModel
+    from convbert_jax.models.networks import FinetunedModel
     from convbert_jax.recipes import finetuning
 
     values = to_dict(from_config_dict(text.get_config("own")))

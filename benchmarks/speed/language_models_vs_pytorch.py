@@ -78,7 +78,7 @@ def make_ours(mixer: str, arguments: argparse.Namespace):
 
     import convbert_jax
     from convbert_jax.config.sequences import derive_language_model
-    from convbert_jax.models.sequences.networks import LanguageModel
+    from convbert_jax.models.networks import LanguageModel
 
     config = convbert_jax.load_config(
         f"configs/language_model.py:tiny,{mixer}",
@@ -106,7 +106,7 @@ def make_gpt2(params, arguments: argparse.Namespace):
     import torch
     import transformers
 
-    from convbert_jax.models.sequences.tokens import sinusoids
+    from convbert_jax.models.embeddings import sinusoids
 
     made = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(

@@ -107,7 +107,7 @@ def make_marian(positions: int):
     import transformers
 
     from convbert_jax.config.sequences import SIZES
-    from convbert_jax.models.sequences.tokens import sinusoids
+    from convbert_jax.models.embeddings import sinusoids
 
     model, _ = SIZES["tiny"]("attention")
     torch.manual_seed(0)
@@ -148,7 +148,7 @@ def make_ours(mixer: str, theirs):
 
     from convbert_jax.config.sequences import SIZES, derive_encoder_decoder
     from convbert_jax.interop.fairseq import to_parameters
-    from convbert_jax.models.sequences.networks import EncoderDecoder
+    from convbert_jax.models.networks import EncoderDecoder
 
     model, sequence = SIZES["tiny"](mixer)
     sequence = dataclasses.replace(sequence, norm="post")

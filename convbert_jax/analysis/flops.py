@@ -19,7 +19,7 @@ import re
 
 from convbert_jax.config import Config, EmbeddingsConfig, EncoderConfig, LayerConfig
 from convbert_jax.config.sequences import DecoderConfig
-from convbert_jax.models import costs
+from convbert_jax.models.layers import PaperFlops
 from convbert_jax.objectives.span_corruption import count_spans
 
 # Peak dense bfloat16 FLOP/s of a JAX device, by a substring of its `device_kind`; the longest match
@@ -90,7 +90,7 @@ def forward_flops_per_token(config: Config, convention: str = "model") -> float:
             head += 2 * hidden * (hidden + 2) / length
         return encoder + head
     hidden = config.encoder.hidden_size
-    discriminator = encoder + 2 * hidden**2 + 2 * hidden + paper * (1 + costs.GELU) * hidden
+    discriminator = encoder + 2 * hidden**2 + 2 * hidden + paper * (1 + PaperFlops.GELU) * hidden
     if first := config.objective.masked_lm_steps:
         of_words = encoder + _predict(config, hidden, config.embeddings, paper)
         discriminator += (of_words - discriminator) * first / config.train.steps
@@ -205,8 +205,8 @@ def _layer_products(layer: LayerConfig, length: int) -> float:
 
 def _layer_elementwise(layer: LayerConfig, length: int) -> float:
     """Counts biases, norms, dropout, residuals and the mixer's elementwise operations."""
-    around = 2 * (1 + costs.DROPOUT + 1 + costs.LAYER_NORM) * layer.hidden_size
-    around += (1 + costs.GELU) * layer.ffn_size
+    around = 2 * (1 + PaperFlops.DROPOUT + 1 + PaperFlops.LAYER_NORM) * layer.hidden_size
+    around += (1 + PaperFlops.GELU) * layer.ffn_size
     return layer.mixer.elementwise(layer.hidden_size, length) + around
 
 
@@ -214,7 +214,7 @@ def _embed(embeddings: EmbeddingsConfig, length: int, paper: bool) -> float:
     if not paper:
         return 0.0
     lookups = embeddings.vocab_size + length + embeddings.types
-    return (2 * lookups + 2 + costs.LAYER_NORM + costs.DROPOUT) * embeddings.size
+    return (2 * lookups + 2 + PaperFlops.LAYER_NORM + PaperFlops.DROPOUT) * embeddings.size
 
 
 def _predict(config: Config, hidden: int, embeddings: EmbeddingsConfig, paper: bool) -> float:
@@ -222,6 +222,6 @@ def _predict(config: Config, hidden: int, embeddings: EmbeddingsConfig, paper: b
     products = 2 * embeddings.size * (hidden + embeddings.vocab_size)
     if not paper:
         return products * config.max_predictions / config.data.length
-    elementwise = (1 + costs.GELU + costs.LAYER_NORM) * embeddings.size
-    elementwise += (costs.SOFTMAX + 2) * embeddings.vocab_size
+    elementwise = (1 + PaperFlops.GELU + PaperFlops.LAYER_NORM) * embeddings.size
+    elementwise += (PaperFlops.SOFTMAX + 2) * embeddings.vocab_size
     return (products + elementwise) * _PAPER_PREDICTED

@@ -23,11 +23,11 @@ MIXERS = {
     "mixed": "convbert_jax.models.mixers.mixed:Mixed",
     "attention": "convbert_jax.models.mixers.attention:Attention",
     "bottleneck": "convbert_jax.models.mixers.attention:Attention",
-    "span_dynamic": "convbert_jax.models.mixers.span_dynamic:SpanDynamic",
-    "dynamic": "convbert_jax.models.mixers.dynamic:Dynamic",
-    "light": "convbert_jax.models.mixers.light:Light",
-    "dilated": "convbert_jax.models.mixers.dilated:Dilated",
-    "separable": "convbert_jax.models.mixers.separable:Separable",
+    "span_dynamic": "convbert_jax.models.mixers.convolution:SpanDynamic",
+    "dynamic": "convbert_jax.models.mixers.gated:Dynamic",
+    "light": "convbert_jax.models.mixers.gated:Light",
+    "dilated": "convbert_jax.models.mixers.gated:Dilated",
+    "separable": "convbert_jax.models.mixers.convolution:Separable",
 }
 
 _PLAIN = "convbert_jax.models.mixers.plain"  # wraps an nnx.Module as a mixer
@@ -141,7 +141,7 @@ class Mixer(Protocol):
     def module(self, hidden_size: int, initializers, rngs, causal: bool = False):
         """Creates the Flax module: (x [B, L, C], segment_ids [B, L], key, capture) -> [B, L, C].
 
-        `key` and `capture` (`models/capture.py`) may be None.
+        `key` and `capture` (`models.layers.Capture`) may be None.
 
         A causal module reads no later positions and supports incremental decoding, which returns
         the same outputs as the full row:
@@ -170,7 +170,7 @@ class Mixer(Protocol):
         ...
 
     def elementwise(self, hidden_size: int, length: int) -> float:
-        """Other FLOPs per token, counted as in the paper, with the weights of `models/costs.py`."""
+        """Other FLOPs per token, counted as in the paper (`models.layers.PaperFlops`)."""
         ...
 
     @property

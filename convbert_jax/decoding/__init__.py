@@ -11,14 +11,10 @@ other rows.
 
 Axes: B rows, K beams, P prompt tokens, L length, V vocabulary.
 
-one_by_one.py  greedy decoding and sampling
-beam.py        beam search with a length penalty; returns the n best with scores
-prompts.py     prompts, length limits and the best next tokens
+generation.py  greedy decoding, sampling and beam search
 state.py       reordering and resizing of decoding states
-top_k.py       fast top-k of long rows
 """
 
-from convbert_jax.decoding.beam import Hypotheses, search
-from convbert_jax.decoding.one_by_one import Texts, greedy, sample
+from convbert_jax.decoding.generation import Hypotheses, Texts, greedy, sample, search
 
 __all__ = ["Hypotheses", "Texts", "greedy", "sample", "search"]

@@ -39,9 +39,8 @@ from convbert_jax.finetuning.task import (
 from convbert_jax.interfaces.batch import FinetuneBatch
 from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.interrupts import Stopped
-from convbert_jax.models.build import build
-from convbert_jax.models.finetuned import FinetunedModel
-from convbert_jax.models.mixers import sharding_rules
+from convbert_jax.models import build
+from convbert_jax.models.networks import FinetunedModel, sharding_rules
 from convbert_jax.training import sharding
 from convbert_jax.training.environment import private_jax
 from convbert_jax.training.environment.signals import StopSignals

@@ -25,8 +25,8 @@ from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference.predictor import choose_batch_size
 from convbert_jax.inference.texts import make_texts
 from convbert_jax.interop import matching, sources
-from convbert_jax.interop.networks import MODELS
-from convbert_jax.models.build import build
+from convbert_jax.models import build
+from convbert_jax.models.networks import MODELS
 from convbert_jax.training import evaluation, memory
 from convbert_jax.training.environment import private_jax
 from convbert_jax.training.task import Params

@@ -19,8 +19,8 @@ from convbert_jax.finetuning import classification, fitting, question_answering,
 from convbert_jax.finetuning import predictions as prediction_files
 from convbert_jax.finetuning.question_answering import THRESHOLDS
 from convbert_jax.machine.limits import available_threads
-from convbert_jax.models.build import build
-from convbert_jax.models.finetuned import FinetunedModel
+from convbert_jax.models import build
+from convbert_jax.models.networks import FinetunedModel
 from convbert_jax.ops import dispatch
 from convbert_jax.training import memory
 from convbert_jax.training.task import Params

@@ -35,7 +35,7 @@ from convbert_jax.interop import weight_files
 from convbert_jax.interop.fairseq_arguments import Outline, derive_outline, find_arguments
 from convbert_jax.interop.networks import ConversionError, to_tree
 from convbert_jax.interop.weight_files import check_finite, shown
-from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
+from convbert_jax.models.networks import EncoderDecoder, LanguageModel
 from convbert_jax.training.state import flatten
 
 BEGIN, PAD, END, UNKNOWN = SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")

@@ -26,15 +26,12 @@ from convbert_jax.config import (
     mixers,
 )
 from convbert_jax.interop.tables import MIXERS, READ_PADDING
-from convbert_jax.models import heads, pretraining, sequences
-from convbert_jax.models.build import build
+from convbert_jax.models import build, heads
 from convbert_jax.models.embeddings import Embeddings
 from convbert_jax.models.encoder import Encoder
-from convbert_jax.models.finetuned import FinetunedModel
 from convbert_jax.models.layers import initializers
+from convbert_jax.models.networks import MODELS
 from convbert_jax.training.state import flatten, fold_in_name
-
-MODELS = {**pretraining.MODELS, **sequences.MODELS, "finetune": FinetunedModel}  # by config.recipe
 
 
 class ConversionError(UserError):

@@ -8,10 +8,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import EncoderConfig, LayerConfig
-from convbert_jax.models.capture import Capture
-from convbert_jax.models.functions import ACTIVATIONS
 from convbert_jax.models.layers import (
     NORMS,
+    Capture,
     Dense,
     Initializers,
     dropout,
@@ -20,7 +19,8 @@ from convbert_jax.models.layers import (
     residual,
 )
 from convbert_jax.ops import products
-from convbert_jax.ops.mesh.division import layers_at_once, whole_channels
+from convbert_jax.ops.nn import ACTIVATIONS
+from convbert_jax.ops.partitioning import constrain_activations, layers_at_once
 
 # Activations saved for the backward pass, by config.model.remat; None saves everything needed.
 # "dots" saves products with weights; attention is large but cheap, so it is recomputed.
@@ -88,7 +88,7 @@ class Layer(nnx.Module):
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
-        x = whole_channels(x)
+        x = constrain_activations(x)
 
         def mix(x):
             return dropout(self.mixer(x, segment_ids, keys[0], capture), self.dropout, keys[1])
@@ -97,9 +97,9 @@ class Layer(nnx.Module):
             return dropout(self.feed_forward(x, inner_key(keys[2])), self.dropout, keys[2])
 
         with jax.named_scope("mixer"):
-            x = whole_channels(residual(x, mix, self.mixer_norm, self.norm))
+            x = constrain_activations(residual(x, mix, self.mixer_norm, self.norm))
         with jax.named_scope("feed_forward"):
-            return whole_channels(residual(x, feed, self.feed_forward_norm, self.norm))
+            return constrain_activations(residual(x, feed, self.feed_forward_norm, self.norm))
 
 
 class Encoder(nnx.Module):

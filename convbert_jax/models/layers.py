@@ -1,10 +1,15 @@
 """Layers with float32 parameters; computation runs in the dtype of the input.
 
-Random keys are arguments; `key=None` is deterministic.
+Random keys are arguments; `key=None` is deterministic. `Capture` collects activations:
+
+    hidden, seen = model.encode(tokens, segment_ids, type_ids, capture=("attention", "filters"))
+    seen[0]["attention"][3]  # layer 3 of the first stage, [B, H, L, L]
+
+Captured values are computed separately; the layer itself still runs its fused kernels.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from convbert_jax.models.functions import layer_norm, rms_norm
-from convbert_jax.ops.dropout import dropout_of
-from convbert_jax.ops.products import dense, dense_of_groups, dense_of_one
+from convbert_jax.ops.nn import dropout_of, layer_norm, rms_norm
+from convbert_jax.ops.products import dense, fused_dense, grouped_dense
 
 Initializer = jax.nn.initializers.Initializer
 State = Any  # decoding state of earlier positions, see config/mixers.py
@@ -79,10 +83,10 @@ class Dense(nnx.Module):
         return dense(x, *self.weights, x.dtype)
 
 
-def apply_all(layers: Sequence[Dense], x: Float[Array, "*B C"]) -> list[Float[Array, "*B _"]]:
+def apply_fused(layers: Sequence[Dense], x: Float[Array, "*B C"]) -> list[Float[Array, "*B _"]]:
     """Apply several dense layers to the same `x`, fused."""
     kernels, biases = zip(*(layer.weights for layer in layers), strict=True)
-    return dense_of_one(x, kernels, biases, x.dtype)
+    return fused_dense(x, kernels, biases, x.dtype)
 
 
 class GroupedDense(nnx.Module):
@@ -107,7 +111,7 @@ class GroupedDense(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C_out"]:
         bias = self.bias[...] if hasattr(self, "bias") else None
-        return dense_of_groups(x, self.kernel[...], bias, x.dtype)
+        return grouped_dense(x, self.kernel[...], bias, x.dtype)
 
 
 def feed_forward_dense(
@@ -168,3 +172,38 @@ def dropout(x: Array, rate: float, key: Array | None) -> Array:
     """Apply dropout; return `x` unchanged if `key` is None."""
     drop = dropout_of(rate, key)
     return x if drop is None else jnp.where(drop.draw(x.shape), x * drop.factor, 0)
+
+
+class Capture:
+    """Collects the requested activations of one layer; created per layer, inside the layer scan.
+
+    A mixer receives a `Capture` or None, and offers the activations that it has:
+
+        if capture is not None:
+            capture.offer("filters", lambda: filters_of(query, span_key))
+
+    Attributes:
+      seen: Captured arrays by name, for the names that were both requested and offered.
+      offered: All offered names.
+    """
+
+    def __init__(self, wanted: Collection[str]):
+        self._wanted = frozenset(wanted)
+        self.seen: dict[str, Array] = {}
+        self.offered: set[str] = set()
+
+    def offer(self, name: str, make: Callable[[], Array]) -> None:
+        """Record `name` as offered, and store `make()` if `name` was requested."""
+        self.offered.add(name)
+        if name in self._wanted:
+            self.seen[name] = make()
+
+
+class PaperFlops:
+    """FLOPs per element, counted as in the ConvBERT paper; see `analysis/flops.py`."""
+
+    LAYER_NORM = 5
+    GELU = 8
+    SOFTMAX = 5
+    DROPOUT = 4
+    GLU = 5  # a sigmoid and a product

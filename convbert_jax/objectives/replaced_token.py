@@ -13,7 +13,7 @@ from convbert_jax.interfaces.batch import Batch
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.objectives import distillation, masked_lm, masking, metrics
 from convbert_jax.objectives.cross_entropy import cross_entropy
-from convbert_jax.ops.mesh.division import several_cpus
+from convbert_jax.ops.partitioning import several_cpus
 
 
 def corrupt(

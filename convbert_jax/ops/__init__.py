@@ -5,6 +5,6 @@ C channels, H heads, D head width, K filter taps, V vocabulary, E embedding chan
 M masked positions.
 
 A *filter* holds the K weights of a convolution, one per *tap*; a tap reads the position at its
-*offset* (taps.py). A *kernel* is the matrix of a dense layer, as in Flax, or, in the subpackages,
-a program written for an accelerator; never a filter.
+*offset* (`xla.tap_offsets`). A *kernel* is the matrix of a dense layer, as in Flax, or, in `gpu.py`
+and `tpu/`, a program written for an accelerator; never a filter.
 """

@@ -16,8 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from convbert_jax.machine import processor
-from convbert_jax.ops import dispatch
-from convbert_jax.ops.mesh import division, sums
+from convbert_jax.ops import dispatch, partitioning
 
 DENSE = "dense"
 _LANES = 128  # lanes of a TPU vector register
@@ -32,7 +31,7 @@ def einsum(
     """Computes jnp.einsum of two arrays with float32 accumulation.
 
     Gradients have the dtypes of the arguments. The gradient of a float32 parameter `y` is not
-    rounded, even if `x` is bfloat16, except for communication under `sums.gradients_sent_in`.
+    rounded, even if `x` is bfloat16, except for communication (`communicate_gradients_in`).
 
     Args:
       equation: each letter occurs in exactly two of `x`, `y` and the result.
@@ -40,7 +39,7 @@ def einsum(
       y: second factor, cast to the dtype of `x`.
       dtype: dtype of the result.
     """
-    return _product(equation, x, y, dtype, sums.sent_dtype())
+    return _product(equation, x, y, dtype, partitioning.grad_comm_dtype())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
@@ -55,7 +54,7 @@ def _factor(equation, x, y):
 
 def _parameter(x, y):
     """Casts a parameter to the dtype of `x`, then all-gathers it over `fsdp`."""
-    return division.whole_parameter(y.astype(x.dtype))
+    return partitioning.all_gather_param(y.astype(x.dtype))
 
 
 def _forward(equation, x, y, dtype, sent):
@@ -75,7 +74,7 @@ def _backward(equation, dtype, sent, saved, cotangent):
     def of_rows(x, cotangent):
         return _sum_over_rows(left, result, right, x, cotangent, y.dtype)
 
-    return d_x, sums.sum_over_rows(of_rows, (x, cotangent), sent).astype(y.dtype)
+    return d_x, partitioning.sum_over_rows(of_rows, (x, cotangent), sent).astype(y.dtype)
 
 
 _product.defvjp(_forward, _backward)
@@ -170,7 +169,7 @@ def _written(equation, x, y, dtype):
     Small results stay float32, because the kernel may be split into partial sums, which would be
     rounded before they are added. The same holds for devices that split channels.
     """
-    if dispatch.platform() != "gpu" or division.divides_heads():
+    if dispatch.platform() != "gpu" or partitioning.splits_heads():
         return jnp.float32
     factors, result = equation.split("->")
     sizes = dict(zip(factors.replace(",", ""), (*x.shape, *y.shape), strict=True))
@@ -246,7 +245,7 @@ def _add_bias_backward(bias, cotangent):
 _add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
-def dense_of_one(
+def fused_dense(
     x: Float[Array, "*B C"],
     kernels: Sequence[Float[Array, "C _"]],
     biases: Sequence[Float[Array, " _"] | None],
@@ -258,9 +257,9 @@ def dense_of_one(
     compiler writes each result to memory and then reads them again to add them
     (benchmarks/RESULTS.md, section 6).
     """
-    if dispatch.platform() != "tpu" or division.divides_heads():
+    if dispatch.platform() != "tpu" or partitioning.splits_heads():
         return [dense(x, *each, dtype) for each in zip(kernels, biases, strict=True)]
-    products = _products_of_one(x, tuple(kernels), sums.sent_dtype())
+    products = _products_of_one(x, tuple(kernels), partitioning.grad_comm_dtype())
     return [_finish(product, bias, dtype) for product, bias in zip(products, biases, strict=True)]
 
 
@@ -290,7 +289,7 @@ def _products_backward(sent, saved, cotangents):
         def of_rows(x, cotangent):
             return multiply(f"{rows}i,{rows}o->io", x, cotangent, kernel.dtype)
 
-        return sums.sum_over_rows(of_rows, (x, cotangent), sent).astype(kernel.dtype)
+        return partitioning.sum_over_rows(of_rows, (x, cotangent), sent).astype(kernel.dtype)
 
     return d_x, tuple(map(of_kernel, cotangents, kernels))
 
@@ -298,7 +297,7 @@ def _products_backward(sent, saved, cotangents):
 _products_of_one.defvjp(_products_forward, _products_backward)
 
 
-def dense_of_groups(
+def grouped_dense(
     x: Float[Array, "*B C"],
     kernel: Float[Array, "G I O"],
     bias: Float[Array, " C_out"] | None,
@@ -311,8 +310,8 @@ def dense_of_groups(
     (benchmarks/RESULTS.md, section 15).
     """
     cut = any(size % _LANES for size in kernel.shape[1:])
-    if dispatch.platform() == "tpu" and cut and not division.divides_heads():
-        product = _product_of_groups(x, kernel, sums.sent_dtype() or kernel.dtype)
+    if dispatch.platform() == "tpu" and cut and not partitioning.splits_heads():
+        product = _product_of_groups(x, kernel, partitioning.grad_comm_dtype() or kernel.dtype)
         return _finish(product, bias, dtype)
     groups = len(kernel)
     biases = [None] * groups if bias is None else jnp.split(bias, groups)
@@ -346,7 +345,7 @@ def _groups_backward(sent, saved, cotangent):
         return jnp.stack([blocks[group, :, group] for group in range(groups)])
 
     # Each device slices its local sum, so blocks off the diagonal are not communicated.
-    return d_x, sums.sum_over_rows(of_rows, (x, cotangent), sent).astype(kernel.dtype)
+    return d_x, partitioning.sum_over_rows(of_rows, (x, cotangent), sent).astype(kernel.dtype)
 
 
 _product_of_groups.defvjp(_groups_forward, _groups_backward)

@@ -17,9 +17,8 @@ from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.interfaces.placement import Rules
 from convbert_jax.interfaces.special_ids import SpecialIds
-from convbert_jax.interop.networks import MODELS
-from convbert_jax.models import mixers, sequences
-from convbert_jax.models.build import build
+from convbert_jax.models import build
+from convbert_jax.models.networks import MODELS, sharding_rules
 from convbert_jax.objectives import (
     masked_lm,
     metrics,
@@ -28,7 +27,7 @@ from convbert_jax.objectives import (
     span_corruption,
     written_text,
 )
-from convbert_jax.ops.mesh import sums
+from convbert_jax.ops import partitioning
 from convbert_jax.recipes import teaching
 from convbert_jax.recipes.prepared import Effort, effort_of_corpus
 from convbert_jax.training import sharding
@@ -69,7 +68,7 @@ def _encoder_recipe(objective: ModuleType, warn: Callable[[Config], Warn], *show
         warn,
         show,
         evaluator=lambda config: metrics.heldout(config.heldout_metrics, objective.terms(config)),
-        rules=lambda config: mixers.sharding_rules(config.encoder),
+        rules=lambda config: sharding_rules(config.encoder),
     )
 
 
@@ -84,7 +83,7 @@ def _generative_recipe(objective: ModuleType, network: str, **more: Any) -> Reci
         lambda config: pretraining_report.warn_writing,
         ("token_loss", "token_accuracy", "perplexity", "word_perplexity"),
         evaluator=lambda config: written_text.heldout(config.heldout_metrics),
-        rules=lambda config: sequences.sharding_rules(getattr(config, network)),
+        rules=lambda config: sharding_rules(getattr(config, network)),
         **more,
     )
 
@@ -171,7 +170,7 @@ def build_task(
             more["teacher"] = teacher.over(given[0], config)
         elif first:
             more["masked_first"] = given[0]
-        with sums.gradients_sent_in(sent), jax.named_scope("loss"):
+        with partitioning.communicate_gradients_in(sent), jax.named_scope("loss"):
             return judge(model, batch, key, train=True, **more)
 
     def evaluate(params, batch, key):
@@ -199,10 +198,10 @@ def build_task(
 
 
 def _copy_tables(params: Params, dtype: str) -> Params:
-    """Replicates embedding tables per batch device, see `sums.copies`."""
+    """Replicates embedding tables per batch device, see `partitioning.copy_per_device`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: (
-            sums.copies(leaf, jnp.dtype(dtype))
+            partitioning.copy_per_device(leaf, jnp.dtype(dtype))
             if parameter_path(path).endswith("/embedding")
             else leaf
         ),

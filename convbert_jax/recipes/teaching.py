@@ -33,7 +33,7 @@ from convbert_jax.interfaces.placement import Rules
 from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.networks import Network, make_modules, stack, to_tree
 from convbert_jax.models.encoder import Encoder
-from convbert_jax.models.mixers import sharding_rules
+from convbert_jax.models.networks import sharding_rules
 from convbert_jax.objectives import distillation
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from convbert_jax.analysis import hlo, tpu_devices, tpu_pricing
-from convbert_jax.ops.dynamic_conv import dynamic_conv
-from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
+from convbert_jax.ops.convolution import dynamic_conv, span_dynamic_conv
 from tests.running import needs_libtpu
 
 PROGRAM = """\

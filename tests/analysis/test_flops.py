@@ -10,8 +10,8 @@ from flax import nnx
 
 from convbert_jax.analysis import flops
 from convbert_jax.config import Config, ModelSection, TokenizerSection, from_config_dict
-from convbert_jax.interop.networks import MODELS
 from convbert_jax.models.encoder import Layer
+from convbert_jax.models.networks import MODELS
 from tests.models.definitions import KINDS
 
 

@@ -16,7 +16,7 @@ from convbert_jax.config.sequences import (
 )
 from convbert_jax.decoding import sample, search
 from convbert_jax.decoding import state as states
-from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
+from convbert_jax.models.networks import EncoderDecoder, LanguageModel
 
 WORDS, END, LENGTH, BEAM = 12, 1, 9, 3
 # (mixer, initial spare capacity of caches); a small one forces them to grow and to be packed.

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.decoding import greedy, prompts, sample, search
-from convbert_jax.decoding.one_by_one import cut
-from convbert_jax.decoding.top_k import BLOCK, top_k
+from convbert_jax.decoding import generation, greedy, sample, search
+from convbert_jax.decoding.generation import BLOCK, restrict, top_k
 from tests.pairwise import pairwise
 from tests.refusals import refused
 
@@ -292,7 +291,7 @@ def test_without_a_choice_it_is_greedy(options):
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.6), (4, 0.9), (50, 0.01)])
 def test_what_is_cut_is_what_a_plain_count_cuts(top_k, top_p):
     logits = np.random.default_rng(1).standard_normal((20, 9)).astype(np.float32) * 2
-    out = np.asarray(cut(jnp.asarray(logits), top_k, top_p))
+    out = np.asarray(restrict(jnp.asarray(logits), top_k, top_p))
     for row, ours in zip(logits, out, strict=True):
         order = np.argsort(-row)[: top_k or None]
         shares = np.exp(row[order]) / np.exp(row[order]).sum()
@@ -357,9 +356,9 @@ def test_the_best_tokens_are_those_with_the_highest_probability(words):
     logits = jnp.asarray(rng.standard_normal((4, words)), jnp.float32)
     last, never = jnp.asarray([False, False, False, True]), (0, 5)
 
-    every = prompts.only_end(prompts.log_probabilities(logits, never), END, last)
+    every = generation.only_end(generation.log_probabilities(logits, never), END, last)
     wanted, tokens = jax.lax.top_k(every, 6)
-    found, chosen = prompts.best(logits, 6, END, last, never)
+    found, chosen = generation.best_next(logits, 6, END, last, never)
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     possible = np.asarray(wanted) > -np.inf  # ties at -inf may resolve to any token
     np.testing.assert_array_equal(np.asarray(chosen)[possible], np.asarray(tokens)[possible])
@@ -368,9 +367,9 @@ def test_the_best_tokens_are_those_with_the_highest_probability(words):
 def test_rows_are_moved_to_the_front():
     tokens = jnp.asarray([[7, 7, 2, 3], [2, 3, 4, 5], [7, 2, 3, 4]])
     first, wanted = jnp.asarray([2, 0, 1]), [[2, 3, 9, 9], [2, 3, 4, 5], [2, 3, 4, 9]]
-    np.testing.assert_array_equal(prompts.to_front(tokens, first, 9), wanted)
+    np.testing.assert_array_equal(generation.to_front(tokens, first, 9), wanted)
     beams = jnp.stack([tokens, tokens + 10], axis=1)
-    moved = prompts.to_front(beams, first, 9)
+    moved = generation.to_front(beams, first, 9)
     np.testing.assert_array_equal(moved[:, 0], wanted)
     np.testing.assert_array_equal(moved[0, 1], [12, 13, 9, 9])
 

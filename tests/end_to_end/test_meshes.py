@@ -84,8 +84,8 @@ STEPS = {
     **{f"finetune, {head}": ("finetune", {}) for head in LOSSES},
 }
 # XLA:CPU is wrong if rows, parameters and channels are all sharded, unless
-# `division.whole_channels` keeps activations unsharded along channels. Every mixer is therefore
-# tested on DIVIDED, in encoder and decoder.
+# `partitioning.constrain_activations` keeps activations unsharded along channels. Every mixer is
+# therefore tested on DIVIDED, in encoder and decoder.
 DIVIDED, ALL = ("data", "fsdp", "tensor"), ("fsdp", "tensor", "sequence")
 OTHERS = [("data", "tensor", "sequence"), ("data", "fsdp", "sequence")]
 OF_MIXERS = {

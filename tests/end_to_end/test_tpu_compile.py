@@ -18,9 +18,9 @@ from convbert_jax.config import MeshSection, ModelSection
 from convbert_jax.config.sequences import SequenceSection, derive_language_model
 from convbert_jax.decoding import search
 from convbert_jax.interfaces.special_ids import SpecialIds
-from convbert_jax.models.sequences.networks import LanguageModel
+from convbert_jax.models.networks import LanguageModel
 from convbert_jax.ops.attention import attention, pallas_tpu
-from convbert_jax.ops.dropout import Dropout
+from convbert_jax.ops.nn import Dropout
 from convbert_jax.ops.tpu.attention import longest
 from convbert_jax.recipes.planning import plan_slice
 from convbert_jax.training import sharding

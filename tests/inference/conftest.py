@@ -14,8 +14,8 @@ from convbert_jax.finetuning import run
 from convbert_jax.inference import loading, model
 from convbert_jax.inference import stream as prediction_stream
 from convbert_jax.interop.matching import replace
-from convbert_jax.models.build import build
-from convbert_jax.models.finetuned import FinetunedModel
+from convbert_jax.models import build
+from convbert_jax.models.networks import FinetunedModel
 from convbert_jax.recipes import prediction
 from convbert_jax.workdir import Workdir
 from tests.finetuning.conftest import make_config, vocabulary  # noqa: F401

@@ -21,8 +21,8 @@ from convbert_jax.config import UserError
 from convbert_jax.inference.network import POOLINGS
 from convbert_jax.inference.texts import encode_masked as encode_masked
 from convbert_jax.interop import conversion, sources
-from convbert_jax.interop.networks import MODELS as PRETRAINED
-from convbert_jax.models.build import build
+from convbert_jax.models import build
+from convbert_jax.models.networks import MODELS as PRETRAINED
 from convbert_jax.workdir import Workdir
 from tests.inference.conftest import MODELS, PAIRS
 from tests.interop.conftest import make_run  # noqa: F401

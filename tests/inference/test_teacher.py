@@ -8,14 +8,16 @@ import numpy as np
 from convbert_jax.config import MeshSection, OutputsSection
 from convbert_jax.data.tasks.labelled_text import LabelledTask
 from convbert_jax.inference.loading import Teacher
-from convbert_jax.ops.mesh import division
+from convbert_jax.ops import partitioning
 from convbert_jax.training import sharding
 
 
 def test_its_kernels_leave_all_rows_on_one_device_of_this_process():
     @jax.jit
     def run(rows):
-        return division.over_mesh(lambda a: a + 1, [rows], [division.ROWS], division.ROWS)
+        return partitioning.shard_map_op(
+            lambda a: a + 1, [rows], [partitioning.ROWS], partitioning.ROWS
+        )
 
     def predict(examples):
         found = run(np.zeros((len(examples), 2), np.float32))

@@ -13,7 +13,7 @@ from convbert_jax.command_line import overrides
 from convbert_jax.config import ConfigError, StageSection, from_config_dict, to_dict
 from convbert_jax.interop import matching, networks, sources
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.models.build import build
+from convbert_jax.models import build
 from convbert_jax.recipes.finetuning import _encoder_weights
 from tests.interop.conftest import make_config, random_params, random_parts
 from tests.refusals import refused

@@ -6,8 +6,7 @@ import jax
 import pytest
 
 from convbert_jax import config as config_lib
-from convbert_jax.models import pretraining
-from convbert_jax.models.build import build
+from convbert_jax.models import build, networks
 
 # Encoder with embeddings, discriminator head, generator body, MLM head, total.
 COUNTS = {
@@ -18,7 +17,7 @@ COUNTS = {
 
 
 def shapes(config):
-    _, init = build(pretraining.PretrainingModel, config)
+    _, init = build(networks.PretrainingModel, config)
     return jax.eval_shape(init, jax.random.key(0))
 
 
@@ -71,7 +70,7 @@ def test_baselines(file, size):
     encoder, hidden, embedding, generator = BASELINES[file, size]
     module = importlib.import_module(f"configs.{file}")
     config = config_lib.from_config_dict(module.get_config(size).to_dict())
-    _, init = build(pretraining.MODELS[config.recipe], config)
+    _, init = build(networks.MODELS[config.recipe], config)
     params = jax.eval_shape(init, jax.random.key(0))
     assert embeddings_on_paper(embedding) + layers_on_paper(hidden, embedding) == encoder
     trained = encoder

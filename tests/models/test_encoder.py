@@ -12,7 +12,7 @@ from flax import nnx
 from convbert_jax.config import StageConfig
 from convbert_jax.config.mixers import MIXERS
 from convbert_jax.models.encoder import Encoder
-from convbert_jax.models.finetuned import HEADS, FinetunedModel
+from convbert_jax.models.networks import HEADS, FinetunedModel
 from convbert_jax.objectives import classification, span_extraction
 from tests.models.definitions import Context, layer
 from tests.models.mean_mixer import NAME

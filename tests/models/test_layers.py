@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from convbert_jax.models import functions, layers
-from convbert_jax.ops import dispatch
-from convbert_jax.ops.softmax import softmax
+from convbert_jax.models import layers
+from convbert_jax.ops import dispatch, nn
+from convbert_jax.ops.nn import softmax
 
 BF16 = jnp.bfloat16
 
@@ -118,16 +118,16 @@ def test_on_a_tpu_the_variance_of_bfloat16_is_that_of_its_values(mean, monkeypat
     wanted = (exact - exact.mean(1, keepdims=True)) / np.sqrt(exact.var(1, keepdims=True) + 1e-12)
     monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
     ones, zeros = jnp.ones(256), jnp.zeros(256)
-    found = functions.layer_norm(x, ones, zeros, 1e-12)
+    found = nn.layer_norm(x, ones, zeros, 1e-12)
     assert found.dtype == BF16
     np.testing.assert_allclose(np.float64(found), wanted, rtol=5e-3, atol=1e-3)
-    wide = functions.layer_norm(x.astype(jnp.float32), ones, zeros, 1e-12)
+    wide = nn.layer_norm(x.astype(jnp.float32), ones, zeros, 1e-12)
     np.testing.assert_allclose(wide[1:], wanted[1:], atol=2e-5)
 
 
 def test_gelu_is_exact():
     x = jnp.linspace(-6, 6, 200)
-    check(functions.gelu, lambda x: jax.nn.gelu(x, approximate=False), x, atol=1e-6)
+    check(nn.gelu, lambda x: jax.nn.gelu(x, approximate=False), x, atol=1e-6)
 
 
 # --- Softmax ---

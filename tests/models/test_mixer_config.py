@@ -35,9 +35,8 @@ from convbert_jax.config.mixers import MIXERS, Mixer, change, check_causal, desc
 from convbert_jax.config.sequences import SequenceSection
 from convbert_jax.interop import huggingface, matching, networks, sources, tables, tensorflow1
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.models.build import build
-from convbert_jax.models.mixers import sharding_rules
-from convbert_jax.models.pretraining import PretrainingModel
+from convbert_jax.models import build
+from convbert_jax.models.networks import PretrainingModel, sharding_rules
 from convbert_jax.training import sharding
 from convbert_jax.training.state import flatten
 from convbert_jax.workdir import Workdir

@@ -18,11 +18,14 @@ from convbert_jax.config.mixers import check_causal
 from convbert_jax.decoding.state import move, pack
 from convbert_jax.models.encoder import Encoder
 from convbert_jax.models.layers import initializers
-from convbert_jax.models.mixers import sharding_rules
 from convbert_jax.models.mixers.attention import attend
-from convbert_jax.ops.depthwise_conv import depthwise_conv
-from convbert_jax.ops.dynamic_conv import dynamic_conv
-from convbert_jax.ops.one_step import depthwise_conv_step, dynamic_conv_step
+from convbert_jax.models.networks import sharding_rules
+from convbert_jax.ops.convolution import (
+    depthwise_conv,
+    depthwise_conv_step,
+    dynamic_conv,
+    dynamic_conv_step,
+)
 from convbert_jax.training import sharding
 from tests.agreement import assert_agree
 from tests.models.definitions import COUNTS, DEFINITIONS, KINDS, Context, check_gradients

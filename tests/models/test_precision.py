@@ -14,9 +14,9 @@ from flax import nnx
 
 from convbert_jax.config import MeshSection
 from convbert_jax.interfaces.special_ids import SpecialIds
-from convbert_jax.models import finetuned, layers
+from convbert_jax.models import layers, networks
 from convbert_jax.models.mixers.convolution import SeparableConv
-from convbert_jax.ops import dispatch, gpu, taps, tpu, xla
+from convbert_jax.ops import dispatch, gpu, tpu, xla
 from convbert_jax.recipes import tasks
 from convbert_jax.training import sharding
 from convbert_jax.training.program import make_program
@@ -149,7 +149,7 @@ def test_the_heads_of_fine_tuning_sum_in_float32(make_config, accelerator):
         outputs = dataclasses.replace(config.outputs, head=head, labels=("a", "b"))
         made = dataclasses.replace(config, outputs=outputs)
         graphdefs[head], params[head] = nnx.split(
-            nnx.eval_shape(lambda made=made: finetuned.FinetunedModel(made, nnx.Rngs(0)))
+            nnx.eval_shape(lambda made=made: networks.FinetunedModel(made, nnx.Rngs(0)))
         )
 
     def gradient(params, hidden, key):
@@ -169,7 +169,7 @@ def test_the_heads_of_fine_tuning_sum_in_float32(make_config, accelerator):
 
 # --- Kernels, which a CPU step does not use ---
 
-HEADS, OFFSETS = 2, taps.offsets(9)
+HEADS, OFFSETS = 2, xla.tap_offsets(9)
 SPAN_OPS = {
     "xla": lambda *arrays: xla.span_dynamic_conv(*arrays, HEADS, OFFSETS),
     "pallas_tpu": lambda *arrays: tpu.span_dynamic_conv(*arrays, HEADS, OFFSETS, True),

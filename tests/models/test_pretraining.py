@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from convbert_jax.models.build import build
+from convbert_jax.models import build
 from convbert_jax.models.embeddings import Embeddings, positions
-from convbert_jax.models.pretraining import MaskedLanguageModel, PretrainingModel
+from convbert_jax.models.networks import MaskedLanguageModel, PretrainingModel
 from tests.models.definitions import check_gradients, dense, gelu, layer_norm
 from tests.refusals import refused
 

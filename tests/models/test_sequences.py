@@ -16,11 +16,10 @@ from convbert_jax.config.sequences import (
     derive_encoder_decoder,
     derive_language_model,
 )
+from convbert_jax.models.embeddings import sinusoids
 from convbert_jax.models.encoder import FeedForward
 from convbert_jax.models.layers import initializers
-from convbert_jax.models.sequences import sharding_rules
-from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
-from convbert_jax.models.sequences.tokens import sinusoids
+from convbert_jax.models.networks import EncoderDecoder, LanguageModel, sharding_rules
 from convbert_jax.training import sharding
 from convbert_jax.training.state import flatten
 from tests.refusals import refused

@@ -10,9 +10,8 @@ import pytest
 from flax import nnx
 from scipy import special, stats
 
-from convbert_jax.models.heads import TokenHead
+from convbert_jax.models.heads import SpanBeamHead, TokenHead
 from convbert_jax.models.layers import initializers
-from convbert_jax.models.span_heads import SpanBeamHead
 from convbert_jax.objectives import span_extraction
 
 WIDTH, LENGTH, ROWS = 8, 24, 5

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convbert_jax.ops import depthwise_conv, dynamic_conv, span_dynamic_conv
+from convbert_jax.ops import convolution
 
 F32, BF16 = "float32", "bfloat16"
 
@@ -113,15 +113,15 @@ def _span(query, span_key, values, projection, bias, cotangent, ids, offsets):
 
 
 def _spanned(*arrays, heads, **options):
-    return span_dynamic_conv.span_dynamic_conv(*arrays, heads=heads, **options)
+    return convolution.span_dynamic_conv(*arrays, heads=heads, **options)
 
 
 def _by_heads(x, filters, *, heads, **options):
-    return dynamic_conv.dynamic_conv(x, filters, **options)
+    return convolution.dynamic_conv(x, filters, **options)
 
 
 def _by_channels(x, filters, *, heads, **options):
-    return depthwise_conv.depthwise_conv(x, filters, **options)
+    return convolution.depthwise_conv(x, filters, **options)
 
 
 _DEFINITIONS = {

@@ -12,8 +12,7 @@ import pytest
 from convbert_jax.ops import attention as op
 from convbert_jax.ops import dispatch
 from convbert_jax.ops.attention import attention
-from convbert_jax.ops.dropout import Dropout
-from convbert_jax.ops.softmax import softmax
+from convbert_jax.ops.nn import Dropout, softmax
 from tests.ops import definitions
 from tests.ops.definitions import BF16, F32, assert_close, make_mesh, run
 from tests.ops.test_convolutions import packed_rows
@@ -206,7 +205,7 @@ def test_attention_to_keys_that_decoding_kept(platform, queries, monkeypatch):
     seen = np.random.default_rng(0).random((3, 1, queries, 11)) < 0.6
     seen[..., 0] = True
     wanted, *_ = definitions.attend(query, key, value, np.zeros(query.shape), seen)
-    found = op.attention_to_kept(
+    found = op.decode_attention(
         query.swapaxes(1, 2), key.transpose(0, 2, 3, 1), value.swapaxes(1, 2), jnp.asarray(seen)
     )
     np.testing.assert_allclose(found.swapaxes(1, 2), wanted, atol=1e-6)

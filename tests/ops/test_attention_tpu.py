@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from convbert_jax.ops import attention as op
 from convbert_jax.ops import dispatch
-from convbert_jax.ops.attention.kernels import KernelDropout
-from convbert_jax.ops.dropout import Dropout
-from convbert_jax.ops.tpu.attention import marks
+from convbert_jax.ops.attention import KernelDropout
+from convbert_jax.ops.nn import Dropout
+from convbert_jax.ops.tpu import attention as tpu
 from tests.ops import definitions
 from tests.ops.definitions import BF16, F32, assert_close, make_mesh, run
 from tests.ops.test_attention import TOLERANCE, documents, draw, ids_of
@@ -137,16 +137,16 @@ def test_xla_on_a_tpu_drops_the_same(monkeypatch):
     st.integers(-(2**31), 2**31 - 1), st.integers(1, 255),
 )  # fmt: skip
 def test_marks_do_not_depend_on_blocks(group, groups, query, queries, seed, kept):
-    words = marks.of_head(jnp.asarray([seed, 17], jnp.int32), 5, 3)
-    whole = marks.kept(words, (0, 6 * marks.GROUP), (0, 80), kept)
-    part = marks.kept(words, (group * marks.GROUP, groups * marks.GROUP), (query, queries), kept)
-    rows = slice(group * marks.GROUP, (group + groups) * marks.GROUP)
+    words = tpu.head_words(jnp.asarray([seed, 17], jnp.int32), 5, 3)
+    whole = tpu.dropout_mask(words, (0, 6 * tpu.GROUP), (0, 80), kept)
+    part = tpu.dropout_mask(words, (group * tpu.GROUP, groups * tpu.GROUP), (query, queries), kept)
+    rows = slice(group * tpu.GROUP, (group + groups) * tpu.GROUP)
     np.testing.assert_array_equal(part, whole[rows, query : query + queries])
 
 
 @functools.partial(jax.jit, static_argnums=3)
 def marks_of(seed, row, head, kept):
-    return marks.kept(marks.of_head(seed, row, head), (0, 512), (0, 512), kept)
+    return tpu.dropout_mask(tpu.head_words(seed, row, head), (0, 512), (0, 512), kept)
 
 
 def drawn(seed, row, head, kept=KEPT):

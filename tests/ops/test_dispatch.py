@@ -1,35 +1,29 @@
 """Choice of implementation, implementation names in configs, and sharding over a mesh."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
-from convbert_jax.ops import attention, depthwise_conv, dispatch, dynamic_conv, span_dynamic_conv
+from convbert_jax.ops import attention, convolution, dispatch, partitioning
 from convbert_jax.ops.dispatch import Implementation
-from convbert_jax.ops.mesh import division
-from convbert_jax.ops.mesh.division import BATCH, HEADS, ROWS, SEQUENCE, WHOLE
+from convbert_jax.ops.partitioning import BATCH, HEADS, REPLICATED, ROWS, SEQUENCE
 from convbert_jax.training import sharding
 from tests.ops.definitions import make_mesh
 from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
-    ("op", "names"),
+    ("table", "names"),
     [
-        (attention, ATTENTIONS),
-        (dynamic_conv, CONVOLUTIONS),
-        (span_dynamic_conv, CONVOLUTIONS),
-        (depthwise_conv, CONVOLUTIONS),
-        (types.SimpleNamespace(IMPLEMENTATIONS=dynamic_conv.LIGHT_IMPLEMENTATIONS), CONVOLUTIONS),
+        (attention.IMPLEMENTATIONS, ATTENTIONS),
+        *((table, CONVOLUTIONS) for table in convolution.IMPLEMENTATIONS.values()),
     ],
 )
-def test_a_config_has_the_names_of_the_tables(op, names):
+def test_a_config_has_the_names_of_the_tables(table, names):
     """model.attention and model.convolution have the same meaning in each op."""
-    assert {name: one.platform for name, one in op.IMPLEMENTATIONS.items()} == names
+    assert {name: one.platform for name, one in table.items()} == names
 
 
 def double(x):
@@ -82,10 +76,10 @@ def test_auto_without_one_that_can_is_an_error():
 def test_tpu_kernels_are_not_for_float16(platform, monkeypatch):
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
     x, filters = jnp.ones((1, 8, 4), jnp.float16), jnp.ones((3, 4), jnp.float16)
-    out = depthwise_conv.depthwise_conv(x, filters)
+    out = convolution.depthwise_conv(x, filters)
     assert out.dtype == jnp.float16
     with refused(ValueError, "pallas_tpu", "float16" if platform == "tpu" else "tpu"):
-        depthwise_conv.depthwise_conv(x, filters, implementation="pallas_tpu")
+        convolution.depthwise_conv(x, filters, implementation="pallas_tpu")
 
 
 # --- On a mesh ---
@@ -98,11 +92,11 @@ def mesh(**sizes):
 @pytest.mark.parametrize(
     ("sizes", "rows", "spec", "shape"),
     [
-        ({"data": 4, "tensor": 2}, 8, division.ROWS_AND_HEADS, (2, 3, 2, 2)),
+        ({"data": 4, "tensor": 2}, 8, partitioning.ROWS_AND_HEADS, (2, 3, 2, 2)),
         ({"data": 4, "tensor": 2}, 8, ROWS, (2, 3, 4, 2)),
-        ({"data": 4, "tensor": 2}, 8, WHOLE, (8, 3, 4, 2)),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, 8, division.ROWS_AND_HEADS, (2, 3, 2, 2)),
-        ({"tensor": 8}, 8, division.ROWS_AND_HEADS, (8, 3, 4, 2)),  # 4 heads do not split in 8
+        ({"data": 4, "tensor": 2}, 8, REPLICATED, (8, 3, 4, 2)),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 8, partitioning.ROWS_AND_HEADS, (2, 3, 2, 2)),
+        ({"tensor": 8}, 8, partitioning.ROWS_AND_HEADS, (8, 3, 4, 2)),  # 4 heads do not split in 8
         ({"data": 4, "fsdp": 2}, 6, ROWS, (3, 3, 4, 2)),  # split over fsdp only
         ({"data": 8}, 6, ROWS, (6, 3, 4, 2)),
         ({"data": 1}, 8, ROWS, (8, 3, 4, 2)),
@@ -117,14 +111,14 @@ def test_each_device_gets_its_part(sizes, rows, spec, shape):
         return 2 * x
 
     with mesh(**sizes):
-        result = jax.jit(lambda x: division.over_mesh(kernel, [x], [spec], spec))(x)
+        result = jax.jit(lambda x: partitioning.shard_map_op(kernel, [x], [spec], spec))(x)
     np.testing.assert_array_equal(result, 2 * x)
     assert seen == [shape]
 
 
 def test_rows_are_widened_only_where_they_have_neighbors():
     """Regression: rows were padded although the axis `sequence` had one device."""
-    halo = division.Halo(offsets=(-1, 0, 1), read=(0,))
+    halo = partitioning.Halo(offsets=(-1, 0, 1), read=(0,))
     lengths = []
 
     def kernel(x):
@@ -132,8 +126,8 @@ def test_rows_are_widened_only_where_they_have_neighbors():
         return x
 
     def run(x):
-        rows = division.POSITIONS
-        return division.over_mesh(kernel, [x], [rows], rows, halo=halo)
+        rows = partitioning.POSITIONS
+        return partitioning.shard_map_op(kernel, [x], [rows], rows, halo=halo)
 
     x = jnp.arange(64.0).reshape(4, 16, 1)
     for divided in (1, 2):
@@ -145,7 +139,7 @@ def test_rows_are_widened_only_where_they_have_neighbors():
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_axis_that_kernels_do_not_know_is_an_error(size):
     with mesh(data=4, expert=size), refused(ValueError, "expert", *BATCH, HEADS, SEQUENCE):
-        division.over_mesh(abs, [np.ones(8)], [ROWS], ROWS)
+        partitioning.shard_map_op(abs, [np.ones(8)], [ROWS], ROWS)
 
 
 def test_the_axes_are_those_of_training():
@@ -154,15 +148,15 @@ def test_the_axes_are_those_of_training():
 
 
 def test_whole_channels_between_products_on_a_mesh():
-    """Without whole_channels XLA:CPU swaps rows between devices if two axes shard w and wo."""
+    """Otherwise XLA:CPU swaps rows between devices if two axes shard w and wo."""
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (8, 4, 16))
     shapes = (16, 16), (16, 32), (32, 16)
     weights = [0.3 * jax.random.normal(k, shape) for k, shape in zip(keys[1:], shapes, strict=True)]
 
     def run(x, w, wi, wo):
-        x = division.whole_channels(x)
-        x = division.whole_channels(x + x @ w)
+        x = partitioning.constrain_activations(x)
+        x = partitioning.constrain_activations(x + x @ w)
         return x + jnp.tanh(x @ wi) @ wo
 
     wanted = run(x, *weights)
@@ -180,15 +174,15 @@ def test_whole_channels_says_nothing_where_nothing_splits_heads(rows):
     x = jnp.ones((rows, 2))
     for sizes, says in (({"data": 8, "tensor": 1}, False), ({"data": 4, "tensor": 2}, True)):
         with mesh(**sizes):
-            jaxpr = str(jax.make_jaxpr(division.whole_channels)(x))
-            np.testing.assert_array_equal(jax.jit(division.whole_channels)(x), x)
+            jaxpr = str(jax.make_jaxpr(partitioning.constrain_activations)(x))
+            np.testing.assert_array_equal(jax.jit(partitioning.constrain_activations)(x), x)
         assert ("sharding_constraint" in jaxpr) == says
-    assert "sharding_constraint" not in str(jax.make_jaxpr(division.whole_channels)(x))
+    assert "sharding_constraint" not in str(jax.make_jaxpr(partitioning.constrain_activations)(x))
 
 
 @pytest.mark.parametrize(("devices", "found"), [(1, 1), (2, 6)])
 def test_several_cpus_take_all_layers_at_once_and_say_so(devices, found, caplog):
     with caplog.at_level("INFO"), mesh(data=devices):
-        assert division.layers_at_once(6, 1) == found
-        assert division.layers_at_once(6, 6) == division.layers_at_once(6, 9) == 6
+        assert partitioning.layers_at_once(6, 1) == found
+        assert partitioning.layers_at_once(6, 6) == partitioning.layers_at_once(6, 9) == 6
     assert ["6" in record.getMessage() for record in caplog.records] == [True] * (devices > 1)

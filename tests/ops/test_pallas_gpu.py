@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 from convbert_jax.ops import gpu
-from convbert_jax.ops.gpu import span
 from tests.ops import definitions
 from tests.ops.definitions import BF16, F32, assert_close, offsets_of, run
 
@@ -76,7 +75,7 @@ def test_on_a_gpu(op, length, heads, width, taps, dilation, causal, packed, dtyp
 
 
 def test_more_blocks_than_programs_add_up(monkeypatch):
-    monkeypatch.setattr(span, "PROGRAMS", 2)
+    monkeypatch.setattr(gpu, "PROGRAMS", 2)
     check("span", 129, 2, 16, 3, 1, False, True, F32)
 
 

@@ -12,10 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from convbert_jax.ops import tpu
-from convbert_jax.ops.mesh import division
-from convbert_jax.ops.mesh.division import POSITIONS, ROWS, ROWS_AND_HEADS, WHOLE, Halo
-from convbert_jax.ops.tpu import bands, block_sizes, dealing, depthwise, windows
+from convbert_jax.ops import partitioning, tpu
+from convbert_jax.ops.partitioning import POSITIONS, REPLICATED, ROWS, ROWS_AND_HEADS, Halo
+from convbert_jax.ops.tpu import banded, depthwise, layout
 from tests.ops import definitions
 from tests.ops.definitions import BF16, F32, assert_close, make_mesh, offsets_of, run
 from tests.ops.test_convolutions import packed_rows
@@ -32,8 +31,8 @@ KERNELS = {
 def _looped(request, monkeypatch):
     """Loop over windows; XLA:CPU takes minutes to compile the unrolled interpreter programs."""
     if "tpu" not in request.keywords:
-        monkeypatch.setattr(windows, "UNROLLED_WINDOWS", 1)
-        monkeypatch.setattr(dealing, "UNROLLED", 1)
+        monkeypatch.setattr(banded, "UNROLLED_WINDOWS", 1)
+        monkeypatch.setattr(depthwise, "UNROLLED", 1)
     yield
     # Some of these programs use thousands of memory maps; see tests/conftest.py.
     jax.clear_caches()
@@ -123,7 +122,7 @@ def test_on_a_tpu(op, taps, batch, length, heads, width, dilation, causal, packe
 def test_rows_too_long_for_the_chip_are_cut(monkeypatch, op, packed):
     """The chunks overlap; values and gradients equal those of the whole row."""
     monkeypatch.setattr(depthwise, "LONGEST", 48)
-    monkeypatch.setattr(block_sizes, "longest", lambda *_, **__: 48)
+    monkeypatch.setattr(layout, "longest", lambda *_, **__: 48)
     check(op, 5, 2, 90, 2, 64, 1, False, packed, F32)
 
 
@@ -141,7 +140,7 @@ def test_memory_of_a_tpu(op):
 
 def test_rotations_in_steps(monkeypatch):
     """TPU v4 rotates in six steps, newer chips in one."""
-    monkeypatch.setattr(windows, "TPU_V4", jax.devices()[0].device_kind)
+    monkeypatch.setattr(banded, "TPU_V4", jax.devices()[0].device_kind)
     check("dynamic", 9, 2, 40, 2, 64, 1, False, True, F32)
 
 
@@ -152,8 +151,8 @@ def test_on_a_mesh(op):
     ids, offsets = np.tile(packed_rows(), (4, 1)), offsets_of(9)
 
     def run_on_mesh(x, filters):
-        rows, of_filters = (POSITIONS, WHOLE) if op == "depthwise" else (ROWS_AND_HEADS,) * 2
-        return division.over_mesh(
+        rows, of_filters = (POSITIONS, REPLICATED) if op == "depthwise" else (ROWS_AND_HEADS,) * 2
+        return partitioning.shard_map_op(
             lambda *arrays: KERNELS[op](*arrays, offsets, True),
             (x, filters, jnp.asarray(ids)),
             (rows, of_filters, POSITIONS if op == "depthwise" else ROWS),
@@ -193,20 +192,20 @@ def test_geometry(length, heads, width, before, after):
     Forward and backward pass use the same windows, which cover the row.
     """
     offsets = tuple(range(-before, after + 1))
-    assume(bands.fits(offsets) and (before or not after))  # taps read earlier positions, or only t
-    forward = bands.Bands(length, heads, width, offsets, length)
+    assume(layout.fits(offsets) and (before or not after))  # taps read earlier positions, or only t
+    forward = layout.Bands(length, heads, width, offsets, length)
     for found in (forward, forward.opposite):
         lanes = found.lanes()
         assert len(set(lanes)) == len(lanes)
         assert lanes.min() >= 0
         assert lanes.max() < found.slot_lanes
-        places = lanes % bands.LANES // bands.WINDOW  # even heads in lanes 0-63, then odd heads
+        places = lanes % layout.LANES // layout.WINDOW  # even heads in lanes 0-63, then odd heads
         np.testing.assert_array_equal(places, np.repeat(np.arange(heads) % 2, len(offsets)))
         reach = max(-found.offsets[0], 0), max(found.offsets[-1], 0)
         assert found.halo >= reach[0]
-        assert found.halo + found.middle + reach[1] <= bands.WINDOW
+        assert found.halo + found.middle + reach[1] <= layout.WINDOW
         assert found.halo + length + reach[1] <= found.padded_length
-        sums = found.same_slot()[lanes % bands.LANES][:, lanes % bands.LANES]
+        sums = found.same_slot()[lanes % layout.LANES][:, lanes % layout.LANES]
         np.testing.assert_array_equal(sums.sum(axis=1) > 0, True)
         assert found.placing().sum() == found.placing(mirrored=True).sum() == len(lanes)
     assert forward.halo > before  # reversed columns begin at 1
@@ -222,7 +221,7 @@ def test_geometry(length, heads, width, before, after):
 @given(taps=st.sampled_from((1, 2, 3, 4, 7, 9, 15)))
 def test_causal_windows_are_no_smaller(taps):  # not 31: twice the vectors if causal
     centered, causal = (
-        bands.Bands(512, 12, 64, offsets_of(taps, causal=c), 512) for c in (False, True)
+        layout.Bands(512, 12, 64, offsets_of(taps, causal=c), 512) for c in (False, True)
     )
     assert causal.middle >= centered.middle
     assert causal.vectors <= centered.vectors
@@ -232,6 +231,6 @@ def test_causal_windows_are_no_smaller(taps):  # not 31: twice the vectors if ca
 @given(taps=st.integers(1, 40), dilation=st.integers(1, 30), causal=st.booleans())
 def test_groups_of_taps(taps, dilation, causal):
     offsets = offsets_of(taps, dilation=dilation, causal=causal)
-    groups = bands.tap_groups(offsets)
+    groups = layout.tap_groups(offsets)
     assert tuple(base + inside for base, part in groups for inside in part) == offsets
-    assert all(bands.fits(part) for _, part in groups)
+    assert all(layout.fits(part) for _, part in groups)

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from convbert_jax.machine import processor
-from convbert_jax.ops import dispatch, products
-from convbert_jax.ops.mesh import sums
-from convbert_jax.ops.products import dense, dense_of_groups, dense_of_one, einsum
-from convbert_jax.ops.tables import attend, look_up
+from convbert_jax.ops import dispatch, partitioning, products
+from convbert_jax.ops.embedding import attend, embedding_lookup
+from convbert_jax.ops.products import dense, einsum, fused_dense, grouped_dense
 from tests.ops.definitions import assert_close, make_mesh, normal, run
 from tests.running import needs_libtpu
 
@@ -61,7 +60,9 @@ def test_on_a_gpu_a_large_product_is_written_as_it_is_wanted(monkeypatch):
 
     assert written(lambda x: dense(x, kernel, bias, x.dtype), x) == ["bf16"]
     assert written(lambda x: dense(x[:2], kernel, bias, x.dtype), x) == ["f32"]
-    monkeypatch.setattr(products.division, "divides_heads", lambda: True)  # partial sums of devices
+    monkeypatch.setattr(
+        products.partitioning, "splits_heads", lambda: True
+    )  # partial sums of devices
     assert set(written(jax.grad(loss, (0, 1, 2)), x, kernel, bias)) == {"f32"}
     monkeypatch.undo()
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
@@ -207,7 +208,7 @@ def test_layers_of_one_input_are_each_of_them(platform, rows, monkeypatch):
     biases = [jax.random.normal(next(keys), (width,)) for width in (6, 2, 9)]
 
     def together(x, kernels, biases):
-        return dense_of_one(x, kernels, biases, jnp.float32)
+        return fused_dense(x, kernels, biases, jnp.float32)
 
     def each(x, kernels, biases):
         return [dense(x, *one, jnp.float32) for one in zip(kernels, biases, strict=True)]
@@ -228,7 +229,7 @@ def test_gradients_are_sent_in_another_dtype_after_each_device_has_added_up_its_
     x, y, weights, want_whole = _rows_of_eight(equation)
 
     def gradient(x, y, weights):
-        with sums.gradients_sent_in(jnp.bfloat16):
+        with partitioning.communicate_gradients_in(jnp.bfloat16):
             return jax.grad(lambda y: (einsum(equation, x, y, jnp.float32) * weights).sum())(y)
 
     with jax.set_mesh(_mesh()):
@@ -250,9 +251,9 @@ def test_of_a_product_of_groups_what_is_on_the_diagonal_is_sent(sent, monkeypatc
     x, kernel = jax.random.normal(keys[0], (16, 5, 6)), jax.random.normal(keys[1], (2, 3, 4))
 
     def gradients(x, kernel):
-        with sums.gradients_sent_in(sent):
+        with partitioning.communicate_gradients_in(sent):
             return jax.grad(
-                lambda *both: jnp.square(dense_of_groups(*both, None, jnp.float32)).sum(), (0, 1)
+                lambda *both: jnp.square(grouped_dense(*both, None, jnp.float32)).sum(), (0, 1)
             )(x, kernel)
 
     wanted = gradients(x, kernel)
@@ -271,7 +272,7 @@ def test_nothing_is_rounded_where_rows_are_on_one_device():
     x, y, weights, want_whole = _rows_of_eight(equation)
 
     def gradient(x, y, weights):
-        with sums.gradients_sent_in(jnp.bfloat16):
+        with partitioning.communicate_gradients_in(jnp.bfloat16):
             return jax.grad(lambda y: (einsum(equation, x, y, jnp.float32) * weights).sum())(y)
 
     with jax.set_mesh(make_mesh(data=1, fsdp=1, tensor=8)):
@@ -291,18 +292,18 @@ def test_a_tpu_program_sends_half_the_bytes():
 
     def loss(params, ids):
         table, kernels = params
-        if sent := sums.sent_dtype():
-            table = sums.copies(table, sent)
+        if sent := partitioning.grad_comm_dtype():
+            table = partitioning.copy_per_device(table, sent)
 
         def layer(x, kernels):
-            return sum(jnp.tanh(y) for y in dense_of_one(x, kernels, (None,) * 2, x.dtype)), None
+            return sum(jnp.tanh(y) for y in fused_dense(x, kernels, (None,) * 2, x.dtype)), None
 
-        x, _ = jax.lax.scan(layer, look_up(table, ids).astype(jnp.bfloat16), kernels)
+        x, _ = jax.lax.scan(layer, embedding_lookup(table, ids).astype(jnp.bfloat16), kernels)
         return jax.nn.logsumexp(attend(x, table), axis=-1).sum()
 
     def sent(dtype):
         def gradient(params, ids):
-            with sums.gradients_sent_in(dtype):
+            with partitioning.communicate_gradients_in(dtype):
                 return jax.grad(loss)(params, ids)
 
         rows = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
@@ -332,12 +333,12 @@ def test_a_tpu_program_sends_half_the_bytes():
 
 
 def test_what_is_called_after_the_context_is_sent_as_ever():
-    with sums.gradients_sent_in(jnp.bfloat16), jax.set_mesh(_mesh()):
-        assert sums.sent_dtype() == jnp.bfloat16
-        with sums.gradients_sent_in(None):
-            assert sums.sent_dtype() is None
+    with partitioning.communicate_gradients_in(jnp.bfloat16), jax.set_mesh(_mesh()):
+        assert partitioning.grad_comm_dtype() == jnp.bfloat16
+        with partitioning.communicate_gradients_in(None):
+            assert partitioning.grad_comm_dtype() is None
     with jax.set_mesh(_mesh()):
-        assert sums.sent_dtype() is None
+        assert partitioning.grad_comm_dtype() is None
 
 
 def _mesh():

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.ops import dispatch
-from convbert_jax.ops.mesh import sums
-from convbert_jax.ops.tables import attend, look_up
+from convbert_jax.ops import dispatch, partitioning
+from convbert_jax.ops.embedding import attend, embedding_lookup
 from tests.ops import definitions
 from tests.pairwise import pairwise
 from tests.running import needs_libtpu
@@ -29,7 +28,7 @@ def test_it_is_a_gather_and_its_gradient_a_sum_over_ids(sizes, rows, inner, ends
     cotangent = random.normal(size=(*ids.shape, 4)).astype(np.float32)
 
     def both(table, ids, cotangent):
-        out, pull = jax.vjp(lambda table: look_up(table, ids), table)
+        out, pull = jax.vjp(lambda table: embedding_lookup(table, ids), table)
         return out, pull(cotangent)[0]
 
     with jax.set_mesh(mesh(*sizes)):
@@ -46,7 +45,9 @@ def test_its_gradient_is_sent_in_another_dtype_after_each_device_has_added_up_it
 
     def gradient(table):
         def loss(table):
-            return look_up(sums.copies(table, jnp.dtype("bfloat16")), ids).sum()
+            return embedding_lookup(
+                partitioning.copy_per_device(table, jnp.dtype("bfloat16")), ids
+            ).sum()
 
         return jax.grad(loss)(table)
 
@@ -61,13 +62,13 @@ def test_its_gradient_is_sent_in_another_dtype_after_each_device_has_added_up_it
 def test_an_id_that_is_no_row_gives_nan_and_no_gradient():
     table = jnp.ones((3, 2))
     ids = jnp.array([1, 3])
-    out, pull = jax.vjp(lambda table: look_up(table, ids), table)
+    out, pull = jax.vjp(lambda table: embedding_lookup(table, ids), table)
     np.testing.assert_array_equal(np.isnan(out), [[False] * 2, [True] * 2])
     np.testing.assert_array_equal(pull(jnp.ones((2, 2)))[0], [[0, 0], [1, 1], [0, 0]])
 
 
 def test_the_gradient_has_the_dtype_of_the_table():
-    gradient = jax.grad(lambda t: look_up(t, jnp.zeros(4096, jnp.int32)).sum())
+    gradient = jax.grad(lambda t: embedding_lookup(t, jnp.zeros(4096, jnp.int32)).sum())
     assert gradient(jnp.ones((2, 1), jnp.float32)).dtype == jnp.float32
     assert gradient(jnp.ones((2, 1), jnp.bfloat16)).dtype == jnp.bfloat16
 
@@ -118,7 +119,9 @@ def test_the_bias_of_a_table_is_summed_over_devices(copied, platform, monkeypatc
 
     def gradients(h, table, bias):
         def of_copies(h, table, bias):
-            return loss(h, sums.copies(table, jnp.float32) if copied else table, bias)
+            return loss(
+                h, partitioning.copy_per_device(table, jnp.float32) if copied else table, bias
+            )
 
         return jax.grad(of_copies, (0, 1, 2))(h, table, bias)
 
@@ -143,11 +146,13 @@ def test_a_table_that_is_read_three_times_is_sent_once():
     devices = open_topology("v5e:2x2").devices
     chips = mesh(4, 1, 1, devices)
 
-    def megabytes(look_up):
+    def megabytes(embedding_lookup):
         def loss(table, ids, others):
-            hidden = jnp.tanh(look_up(table, ids))
+            hidden = jnp.tanh(embedding_lookup(table, ids))
             logits = jnp.einsum("ble,ve->blv", hidden, table)
-            return (jax.nn.logsumexp(logits, axis=-1).sum() + look_up(table, others)[..., 0]).sum()
+            return (
+                jax.nn.logsumexp(logits, axis=-1).sum() + embedding_lookup(table, others)[..., 0]
+            ).sum()
 
         rows = jax.NamedSharding(chips, jax.P(("data", "fsdp")))
         whole = jax.NamedSharding(chips, jax.P())
@@ -159,5 +164,5 @@ def test_a_table_that_is_read_three_times_is_sent_once():
         return sum(each.array_bytes for each in found) / 1e6
 
     table = 4_000 * 128 * 4 / 1e6
-    assert table <= megabytes(look_up) < 1.01 * table
+    assert table <= megabytes(embedding_lookup) < 1.01 * table
     assert megabytes(lambda table, ids: jnp.take(table, ids, axis=0)) >= 2 * table

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.ops import attention, depthwise_conv, dispatch, dynamic_conv, span_dynamic_conv
-from convbert_jax.ops.attention import kernels
+from convbert_jax.ops import attention, convolution, dispatch, verification
 from convbert_jax.ops.dispatch import Implementation
-from convbert_jax.ops.dropout import Dropout
-from convbert_jax.ops.verification import KernelError, compare, verdicts
+from convbert_jax.ops.nn import Dropout
+from convbert_jax.ops.verification import KernelError
 from tests.ops import definitions
 from tests.refusals import refused
 from tests.running import needs_libtpu
@@ -55,22 +54,22 @@ WRONG = {
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(verdicts, "_passed", set())
-    monkeypatch.setattr(verdicts, "_faults", {})
+    monkeypatch.setattr(verification, "_passed", set())
+    monkeypatch.setattr(verification, "_faults", {})
     dispatch.say.cache_clear()
 
 
 def restart():
     """Forget all verdicts that are not in files, like a new process."""
-    verdicts._passed.clear()
-    verdicts._faults.clear()
+    verification._passed.clear()
+    verification._faults.clear()
 
 
 @pytest.fixture
 def cache(tmp_path):
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    yield tmp_path / verdicts.FILE
+    yield tmp_path / verification.FILE
     jax.config.update("jax_compilation_cache_dir", before)
 
 
@@ -104,7 +103,7 @@ def choose(kernel, name="auto", x=None):
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [("float32", compare.TOLERANCE_32_BITS), ("bfloat16", compare.TOLERANCE_16_BITS)],
+    [("float32", verification.TOLERANCE_32_BITS), ("bfloat16", verification.TOLERANCE_16_BITS)],
 )
 def test_a_correct_kernel_is_taken_and_its_error_logged(dtype, tolerance, caplog):
     kernel = Counted()
@@ -130,24 +129,24 @@ def test_a_wrong_kernel_is_left_by_auto_and_an_error_by_name(wrong, caplog):
         choose(kernel, "kernel", x=x)
 
 
-def attend(drop, length=128, form=kernels.pallas_tpu_definition):
+def attend(drop, length=128, form=attention.pallas_tpu_definition):
     """Return the largest error of an attention implementation, and the array with this error."""
     x = jax.ShapeDtypeStruct((8, length, 2, 64), jnp.float32)
     ids = jax.ShapeDtypeStruct((8, length), jnp.int32)
-    arguments = compare.shrink((x, x, x, ids, ids, False))
+    arguments = verification.shrink((x, x, x, ids, ids, False))
     options = {"drop": drop}
-    return compare.largest_error(form, kernels.pallas_tpu_definition, arguments, options)
+    return verification.largest_error(form, attention.pallas_tpu_definition, arguments, options)
 
 
-class OneWrong(kernels.KernelDropout):
+class OneWrong(attention.KernelDropout):
     def draw(self, shape):
         keep = super().draw(shape)
         return keep.at[1, 1, 200, 210].set(~keep[1, 1, 200, 210])
 
 
-class OtherKey(kernels.KernelDropout):
+class OtherKey(attention.KernelDropout):
     def draw(self, shape):
-        return kernels.KernelDropout(self.rate, jax.random.key(9)).draw(shape)
+        return attention.KernelDropout(self.rate, jax.random.key(9)).draw(shape)
 
 
 @pytest.mark.parametrize("marks", [OneWrong, OtherKey, Dropout], ids=lambda one: one.__name__)
@@ -160,9 +159,9 @@ def test_a_wrong_dropout_mask_is_found(marks):
 
 
 def test_a_wrong_rate_is_found_although_both_forms_agree(monkeypatch):
-    draw = kernels.KernelDropout.draw
+    draw = attention.KernelDropout.draw
     monkeypatch.setattr(
-        kernels.KernelDropout, "draw", lambda self, s: draw(self, s).at[:, 0].set(True)
+        attention.KernelDropout, "draw", lambda self, s: draw(self, s).at[:, 0].set(True)
     )
     error, where = attend(Dropout(0.5, None))
     assert 0.2 < error < 0.3
@@ -170,7 +169,7 @@ def test_a_wrong_rate_is_found_although_both_forms_agree(monkeypatch):
 
 
 def test_the_kernel_of_attention_passes_with_dropout():
-    form = functools.partial(kernels.pallas_tpu, interpret=True)
+    form = functools.partial(attention.pallas_tpu, interpret=True)
     error, _ = attend(Dropout(0.1, None), form=form)
     assert error < 1e-3
 
@@ -182,31 +181,33 @@ def normal(*shape, seed=0):
     return jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16)
 
 
-# call -> (module of the table, op or None for attention, key positions, options)
+# call -> (table of convolutions, op or None for attention, key positions, options)
 CALLS = {
-    "attention": (attention, None, 40, {}),
-    "attention to a source": (attention, None, 24, {}),
-    "dynamic": (dynamic_conv, "dynamic", 40, {}),
-    "light": (dynamic_conv, "light", 40, {"causal": True, "segment_ids": None}),
-    "depthwise": (depthwise_conv, "depthwise", 40, {"dilation": 2}),
-    "span": (span_dynamic_conv, "span", 40, {}),
-    "token": (span_dynamic_conv, "token", 40, {"segment_ids": None}),
+    "attention": (None, None, 40, {}),
+    "attention to a source": (None, None, 24, {}),
+    "dynamic": ("dynamic_conv", "dynamic", 40, {}),
+    "light": ("light_conv", "light", 40, {"causal": True, "segment_ids": None}),
+    "depthwise": ("depthwise_conv", "depthwise", 40, {"dilation": 2}),
+    "span": ("span_dynamic_conv", "span", 40, {}),
+    "token": ("span_dynamic_conv", "token", 40, {"segment_ids": None}),
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_the_calls_of_every_op_can_be_checked(call, monkeypatch, caplog):
     """In bfloat16, to check that rounding errors do not disable a kernel."""
-    module, op, keys, options = CALLS[call]
-    name = "LIGHT_IMPLEMENTATIONS" if call == "light" else "IMPLEMENTATIONS"
-    plain = getattr(module, name)["xla"]
+    name, op, keys, options = CALLS[call]
+    tables = convolution.IMPLEMENTATIONS
+    plain = (tables[name] if name else attention.IMPLEMENTATIONS)["xla"]
     kernel = Counted(plain.function)
     table = {"kernel": Implementation(kernel, "cpu"), "xla": plain}
-    monkeypatch.setattr(module, name, table)
+    if name:
+        monkeypatch.setitem(tables, name, table)
+    else:
+        monkeypatch.setattr(attention, "IMPLEMENTATIONS", table)
     ids = jnp.asarray(np.repeat([[1, 2, 0]] * 2, [20, 12, 8], axis=1))
     given = {"segment_ids": ids, **options}
     if op is None:
-        monkeypatch.setattr("convbert_jax.ops.attention.op.IMPLEMENTATIONS", table)
         shapes = ((2, n, 2, 8) for n in (40, keys, keys))
         arrays = definitions.normal(0, *shapes, dtype="bfloat16")
         function = attention.attention
@@ -298,7 +299,7 @@ def test_a_stale_or_damaged_verdict_is_not_used(change, cache, monkeypatch):
     if change == "jax":
         monkeypatch.setattr(jax, "__version__", "0.99.0")
     elif change == "sources":
-        monkeypatch.setattr(verdicts, "_hash_sources", lambda: "0123")
+        monkeypatch.setattr(verification, "_hash_sources", lambda: "0123")
     else:
         cache.write_text("{" if change == "damage" else "[]")
     choose(kernel)
@@ -306,7 +307,7 @@ def test_a_stale_or_damaged_verdict_is_not_used(change, cache, monkeypatch):
 
 
 def test_a_cache_that_cannot_be_written_costs_another_check_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(verdicts, "_path", lambda: tmp_path / "file" / verdicts.FILE)
+    monkeypatch.setattr(verification, "_path", lambda: tmp_path / "file" / verification.FILE)
     (tmp_path / "file").write_text("")
     kernel = Counted()
     assert choose(kernel) is kernel
@@ -321,7 +322,9 @@ def two_processes(monkeypatch):
     other = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(
-        verdicts.multihost_utils, "process_allgather", lambda x: np.stack([x, np.float32(other[0])])
+        verification.multihost_utils,
+        "process_allgather",
+        lambda x: np.stack([x, np.float32(other[0])]),
     )
     return other.append
 
@@ -351,10 +354,10 @@ def test_a_check_compiles_for_a_tpu():
 
     x = jax.ShapeDtypeStruct((8, 128, 6, 64), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((8, 128), jnp.int32)
-    arguments = compare.shrink((x, x, x, ids, ids, False))
-    places, run = compare.make_program(arguments, {"drop": Dropout(0.1, None)})
+    arguments = verification.shrink((x, x, x, ids, ids, False))
+    places, run = verification.make_program(arguments, {"drop": Dropout(0.1, None)})
     compiled = tpu_pricing.compile_for(
-        lambda *arrays: run(kernels.pallas_tpu, arrays),
+        lambda *arrays: run(attention.pallas_tpu, arrays),
         *(arguments[i] for i in places),
         target="tpu:v5e",
     )

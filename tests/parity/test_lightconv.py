@@ -16,8 +16,7 @@ import pytest
 from flax import nnx
 
 from convbert_jax.models.layers import initializers
-from convbert_jax.models.mixers.dynamic import Dynamic
-from convbert_jax.models.mixers.light import Light
+from convbert_jax.models.mixers.gated import Dynamic, Light
 
 pytestmark = pytest.mark.parity
 torch = None  # set by imported_late

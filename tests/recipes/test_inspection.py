@@ -14,8 +14,8 @@ from convbert_jax import recipes
 from convbert_jax.analysis import inspection
 from convbert_jax.config import StageSection, UserError
 from convbert_jax.interop import conversion, sources
-from convbert_jax.models.build import build
-from convbert_jax.models.pretraining import MaskedLanguageModel
+from convbert_jax.models import build
+from convbert_jax.models.networks import MaskedLanguageModel
 from convbert_jax.recipes.inspection import InspectionError
 from convbert_jax.workdir import Workdir
 from tests.interop.conftest import make_run  # noqa: F401

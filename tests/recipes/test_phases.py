@@ -15,8 +15,9 @@ from convbert_jax import recipes
 from convbert_jax.analysis.verify_resume import compare
 from convbert_jax.config import ConfigError, MeshSection
 from convbert_jax.interfaces.special_ids import SpecialIds
-from convbert_jax.interop.networks import MODELS, split
-from convbert_jax.models.build import build
+from convbert_jax.interop.networks import split
+from convbert_jax.models import build
+from convbert_jax.models.networks import MODELS
 from convbert_jax.objectives import masked_lm, replaced_token
 from convbert_jax.recipes import tasks
 from convbert_jax.training import loop

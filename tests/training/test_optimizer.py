@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from convbert_jax.config import Config, OptimizerSection, from_config_dict, to_config_dict
 from convbert_jax.config.sections import SCHEDULES
-from convbert_jax.models.build import build
-from convbert_jax.models.pretraining import MaskedLanguageModel
+from convbert_jax.models import build
+from convbert_jax.models.networks import MaskedLanguageModel
 from convbert_jax.training.muon import find_matrices, scale_by_muon
 from convbert_jax.training.optimizer import (
     layer_multipliers,

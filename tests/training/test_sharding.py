@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from configs import base
 from convbert_jax.config import Config, MeshSection, from_config_dict
 from convbert_jax.interfaces.special_ids import SpecialIds
-from convbert_jax.models.mixers import sharding_rules
+from convbert_jax.models.networks import sharding_rules
 from convbert_jax.recipes import build_task
 from convbert_jax.training import sharding, state
 from convbert_jax.training.program import make_program

@@ -1,25 +1,27 @@
-"""Shared parts of the convolutional mixers, for their specifications and modules.
+"""Convolutional mixers without a gate: separable and span-based dynamic convolution; shared parts.
 
 A specification assigns a shared function (`make = classmethod(make)`) or defines its own.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import MixerSettings
-from convbert_jax.models import costs
-from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Dense, Initializers, State
-from convbert_jax.ops.depthwise_conv import depthwise_conv
-from convbert_jax.ops.one_step import depthwise_conv_step, dynamic_conv_step
+from convbert_jax.interfaces.placement import REPLICATED, Split
+from convbert_jax.models.layers import Capture, Dense, Initializers, PaperFlops, State
+from convbert_jax.models.mixers.attention import Attention
+from convbert_jax.ops.convolution import (
+    depthwise_conv,
+    depthwise_conv_step,
+    dynamic_conv_step,
+    span_dynamic_conv,
+    span_filters,
+)
 from convbert_jax.ops.products import dense
-from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv, span_filters
 
 
 def make(cls, settings: MixerSettings, **own: Any):
@@ -43,17 +45,6 @@ def _of_config(mixer) -> list[str]:
 def unless_masked(mixer) -> bool:
     """`Mixer.reads_padding`; assign it as a property."""
     return not mixer.mask_convolution
-
-
-def gated_products(mixer, hidden_size: int) -> float:
-    """`Mixer.products` of `GatedConv` without filters: its two or three dense layers."""
-    return (2 + mixer.glu) * 2 * hidden_size**2
-
-
-def gated_elementwise(mixer, hidden_size: int) -> float:
-    """`Mixer.elementwise` of `GatedConv` without filters: biases, gate and convolution."""
-    into = (1 + mixer.glu * (1 + costs.GLU)) * hidden_size
-    return into + 2 * mixer.kernel_size * hidden_size
 
 
 class SeparableConv(nnx.Module):
@@ -108,86 +99,6 @@ class SeparableConv(nnx.Module):
 
     def _over_channels(self, mixed):
         return dense(mixed, self.pointwise[...], self.bias[...], mixed.dtype)
-
-
-class GatedConv(nnx.Module):
-    """output(convolution of v), v = value(x) * sigmoid(gate(x)).
-
-    The block of LightConv and DynamicConv (Wu et al. 2019, §4): a gated linear unit (Dauphin et al.
-    2017) before a convolution. If `config.glu` is false, v = value(x).
-
-    `value` and `gate` are two layers; the published code has a single layer of twice the width,
-    whose halves a mesh's tensor axis would place on different devices.
-
-    Args:
-      config: The mixer specification.
-      name: Name of the convolution's parameter, initialized by `start()`.
-      convolve: (config, parameter, v [B, L, C], segment_ids [B, L] or None, causal, key, capture)
-        -> [B, L, C].
-      step: (config, parameter, past [B, P, C], v [B, 1, C]) -> ([B, 1, C], past), the causal form
-        at one position.
-    """
-
-    def __init__(
-        self,
-        config,
-        name: str,
-        start: Callable[[], Array],
-        convolve: Callable[..., Array],
-        step: Callable[..., tuple[Array, Array]],
-        hidden_size: int,
-        initializers: Initializers,
-        rngs: nnx.Rngs,
-        causal: bool,
-        dilation: int = 1,
-    ):
-        self.value = Dense(hidden_size, hidden_size, initializers.dense, rngs)
-        if config.glu:
-            self.gate = Dense(hidden_size, hidden_size, initializers.dense, rngs)
-        setattr(self, name, nnx.Param(start()))
-        self.output = Dense(hidden_size, hidden_size, initializers.dense, rngs)
-        self.config, self.name, self.causal = config, name, causal
-        self.convolve, self.convolve_step, self.dilation = convolve, step, dilation
-
-    def __call__(
-        self,
-        x: Float[Array, "B L C"],
-        segment_ids: Int[Array, "B L"],
-        key: Array | None = None,
-        capture: Capture | None = None,
-    ) -> Float[Array, "B L C"]:
-        ids = segment_ids if self.config.mask_convolution else None
-        return self._convolve(self._gated(x), ids, key, capture)
-
-    def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> State:
-        c, channels = self.config, self.output.kernel[...].shape[0]
-        return start_past(rows, c.kernel_size, channels, dtype, self.dilation)
-
-    def prefill(
-        self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int = 1
-    ) -> tuple[Float[Array, "B P C"], State]:
-        gated = self._gated(x)
-        state = keep_past(gated, segment_ids, self.config.kernel_size, copies, self.dilation)
-        return self._convolve(gated, segment_ids), state
-
-    def step(
-        self, x: Float[Array, "R 1 C"], state: State, places: Int[Array, " R"]
-    ) -> tuple[Float[Array, "R 1 C"], State]:
-        parameter = getattr(self, self.name)[...]
-        convolved, state = self.convolve_step(self.config, parameter, state, self._gated(x))
-        return self.output(convolved), state
-
-    def _convolve(self, gated, ids, key=None, capture=None):
-        parameter = getattr(self, self.name)[...]
-        convolved = self.convolve(self.config, parameter, gated, ids, self.causal, key, capture)
-        return self.output(convolved)
-
-    def _gated(self, x):
-        values = self.value(x)
-        if self.config.glu:
-            gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32))
-            values = values * gate.astype(x.dtype)
-        return values
 
 
 def start_filters(
@@ -268,3 +179,192 @@ def convolve_step(
     window, past = move(past, values)
     by_head = window.reshape(*window.shape[:2], filters.shape[-2], -1)
     return dynamic_conv_step(by_head, filters).reshape(values.shape), past
+
+
+# --- Depthwise separable convolution: over time, then over channels (Chollet 2017) ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Separable:
+    """Specification of `SeparableMixer`; C channels and K taps have C^2 + K C + C parameters."""
+
+    kernel_size: int
+    convolution: str
+    mask_convolution: bool
+
+    RULES = ((r"conv/depthwise", REPLICATED), (r"conv/pointwise", Split(tensor=-2)))
+
+    make = classmethod(make)
+    fields = fields
+    reads_padding = property(unless_masked)
+
+    def module(
+        self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs, causal: bool = False
+    ) -> nnx.Module:
+        return SeparableMixer(self, hidden_size, initializers, rngs, causal)
+
+    def products(self, hidden_size: int, length: int) -> float:
+        return 2 * hidden_size**2
+
+    def elementwise(self, hidden_size: int, length: int) -> float:
+        return 2 * self.kernel_size * hidden_size
+
+    def __str__(self) -> str:
+        return f"separable convolution of {self.kernel_size} taps"
+
+
+class SeparableMixer(nnx.Module):
+    """pointwise(depthwise(x)) + bias, like the span key, with equal input and output width."""
+
+    def __init__(
+        self,
+        config: Separable,
+        hidden_size: int,
+        initializers: Initializers,
+        rngs: nnx.Rngs,
+        causal: bool = False,
+    ):
+        self.conv = SeparableConv(
+            hidden_size, hidden_size, config.kernel_size, initializers, rngs, causal
+        )
+        self.config, self.causal = config, causal
+
+    def __call__(
+        self,
+        x: Float[Array, "B L C"],
+        segment_ids: Int[Array, "B L"],
+        key: Array | None = None,
+        capture: Capture | None = None,
+    ) -> Float[Array, "B L C"]:
+        ids = segment_ids if self.config.mask_convolution else None
+        return self.conv(x, ids, self.config.convolution)
+
+    def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> State:
+        return self.conv.start(rows, dtype)
+
+    def prefill(
+        self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int = 1
+    ) -> tuple[Float[Array, "B P C"], State]:
+        out = self.conv(x, segment_ids, self.config.convolution)
+        return out, self.conv.keep(x, segment_ids, copies)
+
+    def step(
+        self, x: Float[Array, "R 1 C"], state: State, places: Int[Array, " R"]
+    ) -> tuple[Float[Array, "R 1 C"], State]:
+        return self.conv.step(x, state)
+
+
+# --- Span-based dynamic convolution without attention (ConvBERT §3.2) ---
+
+
+@dataclasses.dataclass(frozen=True)
+class SpanDynamic:
+    """Specification of `SpanDynamicConv`; its heads fill the hidden size.
+
+    With C channels, H heads and K taps: 4 C^2 + K C + C H K + 4 C + H K parameters.
+    """
+
+    heads: int
+    kernel_size: int  # taps of the convolution and of its key
+    convolution: str
+    mask_convolution: bool
+
+    RULES = (
+        (r"key_conv/depthwise", REPLICATED),
+        (r"key_conv/pointwise", Split(tensor=-1)),
+        *Attention.RULES,
+    )
+
+    make = classmethod(make)
+    fields = fields
+    reads_padding = property(unless_masked)
+
+    def module(
+        self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs, causal: bool = False
+    ) -> nnx.Module:
+        return SpanDynamicConv(self, hidden_size, initializers, rngs, causal)
+
+    def products(self, hidden_size: int, length: int) -> float:
+        return 4 * 2 * hidden_size**2 + 2 * hidden_size * self.heads * self.kernel_size
+
+    def elementwise(self, hidden_size: int, length: int) -> float:
+        """Count the convolution of the key and the dynamic convolution."""
+        taps = self.kernel_size
+        dynamic = 2 * taps * hidden_size + (1 + PaperFlops.SOFTMAX) * taps * self.heads
+        return 2 * taps * hidden_size + dynamic + 4 * hidden_size
+
+    def __str__(self) -> str:
+        return f"{self.heads} of span-based dynamic convolution, {self.kernel_size} taps"
+
+
+class SpanDynamicConv(nnx.Module):
+    """output(LConv(V, softmax(W_f (Q * K_s)))), K_s a separable convolution (ConvBERT eq. 4).
+
+    Parameters are named as in `MixedAttention`, without those of attention.
+    """
+
+    def __init__(
+        self,
+        config: SpanDynamic,
+        hidden_size: int,
+        initializers: Initializers,
+        rngs: nnx.Rngs,
+        causal: bool = False,
+    ):
+        hidden, heads, taps = hidden_size, config.heads, config.kernel_size
+        self.query = Dense(hidden, hidden, initializers.dense, rngs)
+        self.key_conv = SeparableConv(hidden, hidden, taps, initializers, rngs, causal)
+        self.conv_kernel = Dense(hidden, heads * taps, initializers.dense, rngs)
+        self.conv_value = Dense(hidden, hidden, initializers.dense, rngs)
+        self.output = Dense(hidden, hidden, initializers.dense, rngs)
+        self.config, self.causal = config, causal
+
+    def __call__(
+        self,
+        x: Float[Array, "B L C"],
+        segment_ids: Int[Array, "B L"],
+        key: Array | None = None,
+        capture: Capture | None = None,
+    ) -> Float[Array, "B L C"]:
+        ids = segment_ids if self.config.mask_convolution else None
+        return self._convolve(x, self.conv_value(x), ids, capture)
+
+    def _convolve(self, x, values, ids, capture=None):
+        c = self.config
+        convolved = convolve(
+            self.query(x), self.key_conv(x, ids, c.convolution), values,
+            self.conv_kernel.kernel[...], self.conv_kernel.bias[...],
+            heads=c.heads, segment_ids=ids, causal=self.causal, implementation=c.convolution,
+            capture=capture,
+        )  # fmt: skip
+        return self.output(convolved)
+
+    def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> State:
+        return {
+            "key": self.key_conv.start(rows, dtype),
+            "value": start_past(
+                rows, self.config.kernel_size, self.output.kernel[...].shape[0], dtype
+            ),
+        }
+
+    def prefill(
+        self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int = 1
+    ) -> tuple[Float[Array, "B P C"], State]:
+        values = self.conv_value(x)
+        state = {
+            "key": self.key_conv.keep(x, segment_ids, copies),
+            "value": keep_past(values, segment_ids, self.config.kernel_size, copies),
+        }
+        return self._convolve(x, values, segment_ids), state
+
+    def step(
+        self, x: Float[Array, "R 1 C"], state: State, places: Int[Array, " R"]
+    ) -> tuple[Float[Array, "R 1 C"], State]:
+        key, of_key = self.key_conv.step(x, state["key"])
+        kernel = self.conv_kernel
+        filters = span_filters(
+            self.query(x), key, kernel.kernel[...], kernel.bias[...],
+            heads=self.config.heads, dtype=x.dtype,
+        )  # fmt: skip
+        convolved, of_value = convolve_step(state["value"], self.conv_value(x), filters[:, 0])
+        return self.output(convolved), {"key": of_key, "value": of_value}

@@ -12,11 +12,15 @@ from convbert_jax.config import ConfigError, MixerSettings
 from convbert_jax.config.checks.rules import check_choice
 from convbert_jax.config.mixers import nominal_heads
 from convbert_jax.interfaces.placement import REPLICATED, Split
-from convbert_jax.models import costs
-from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Dense, Initializers, State, apply_all
-from convbert_jax.models.mixers.attention import Attention, attend, join, split
-from convbert_jax.models.mixers.cache import Cache
+from convbert_jax.models.layers import (
+    Capture,
+    Dense,
+    Initializers,
+    PaperFlops,
+    State,
+    apply_fused,
+)
+from convbert_jax.models.mixers.attention import Attention, KVCache, attend, join, split
 from convbert_jax.models.mixers.convolution import (
     SeparableConv,
     at_all_positions,
@@ -27,9 +31,8 @@ from convbert_jax.models.mixers.convolution import (
     start_past,
     unless_masked,
 )
-from convbert_jax.ops.dynamic_conv import dynamic_conv
-from convbert_jax.ops.softmax import softmax
-from convbert_jax.ops.span_dynamic_conv import span_filters
+from convbert_jax.ops.convolution import dynamic_conv, span_filters
+from convbert_jax.ops.nn import softmax
 
 FILTERS = ("span_dynamic", "dynamic", "light")
 
@@ -133,11 +136,11 @@ class Mixed:
     def elementwise(self, hidden_size: int, length: int) -> float:
         """Count attention, convolution and, for span_dynamic, the convolution of the key."""
         size, taps, heads = self.head_size, self.kernel_size, self.convolution_heads
-        scores = (1 + costs.SOFTMAX + costs.DROPOUT) * length * self.attention_heads
+        scores = (1 + PaperFlops.SOFTMAX + PaperFlops.DROPOUT) * length * self.attention_heads
         biases = (self.query_heads + self.value_heads + self.attention_heads) * size
         convolution = (2 * taps + self.own_value) * heads * size
         if self.filters != "light":
-            convolution += (1 + costs.SOFTMAX) * taps * heads
+            convolution += (1 + PaperFlops.SOFTMAX) * taps * heads
         if self.filters == "span_dynamic":
             convolution += 2 * taps * hidden_size + 2 * heads * size
         return scores + biases + convolution
@@ -227,7 +230,7 @@ class MixedAttention(nnx.Module):
         layers = [self.query, self.key, self.value]
         if c.own_value:
             layers.append(self.conv_value)
-        query, keys, value, *own_value = apply_all(layers, x)
+        query, keys, value, *own_value = apply_fused(layers, x)
         query = split(query, c.query_heads)
         keys = split(keys, c.attention_heads)
         value = split(value, c.value_heads)
@@ -269,7 +272,7 @@ class MixedAttention(nnx.Module):
     def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> State:
         c = self.config
         state = {
-            "attention": Cache.start(rows, copies, length, c.attention_heads, c.head_size, dtype),
+            "attention": KVCache.start(rows, copies, length, c.attention_heads, c.head_size, dtype),
             "value": start_past(rows, c.kernel_size, c.convolution_heads * c.head_size, dtype),
         }
         if c.filters == "span_dynamic":
@@ -281,7 +284,7 @@ class MixedAttention(nnx.Module):
     ) -> tuple[Float[Array, "B P C"], State]:
         out, attended, values = self._mix(x, segment_ids, segment_ids)
         state = {
-            "attention": Cache.prefill(*attended, segment_ids, copies, length),
+            "attention": KVCache.prefill(*attended, segment_ids, copies, length),
             "value": keep_past(values, segment_ids, self.config.kernel_size, copies),
         }
         if self.config.filters == "span_dynamic":

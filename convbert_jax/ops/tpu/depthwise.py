@@ -2,8 +2,9 @@
 
 XLA fuses the taps into the following matrix product and recomputes them for each of its tiles. Here
 each input is read once. Shifting positions between the 8 sublanes of a vector register would cost a
-rotation and a selection per tap. Positions are therefore scattered to the sublanes in runs (see
-dealing.py), so that a tap reads another vector at no cost.
+rotation and a selection per tap. Positions are therefore scattered to the sublanes in runs: sublane
+s of vector q holds position s Q + q of a row of 8 Q positions. A shift over time then selects
+another vector at no cost. Only the ends of the runs, the halo, are rotated, once.
 """
 
 import functools
@@ -13,13 +14,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from convbert_jax.ops.tpu import block_sizes
-from convbert_jax.ops.tpu.bands import LANES, SUBLANES, round_up
-from convbert_jax.ops.tpu.dealing import collect, deal, deal_ids
-from convbert_jax.ops.tpu.rows import Rows, in_pieces
-from convbert_jax.ops.tpu.rows import halo as halo_of
+from convbert_jax.ops.tpu import layout
+from convbert_jax.ops.tpu.layout import (
+    F32,
+    I32,
+    LANES,
+    SUBLANES,
+    Rows,
+    in_pieces,
+    masked,
+    reach,
+    round_up,
+)
 
-F32, I32 = jnp.float32, jnp.int32
 MOST_ROWS = 4
 # Longer rows are split into overlapping pieces.
 LONGEST = 4096
@@ -64,38 +71,38 @@ def _backward(offsets, interpret, saved, cotangent):
 _depthwise_conv.defvjp(_forward, _backward)
 
 
-def _forward_kernel(offsets, ids, x, filters, out, dealt, words, columns):
-    halo = halo_of(offsets)
+def _forward_kernel(offsets, ids, x, filters, out, scattered, words, columns):
+    halo = reach(offsets)
 
     @pl.loop(0, x.shape[0])
     def _(r):
-        deal_ids(ids, r, columns, halo)
-        deal(x, r, dealt, words, halo)
+        scatter_ids(ids, r, columns, halo)
+        scatter(x, r, scattered, words, halo)
 
         def results(q):
             masks = _masks(columns, q + halo, offsets)
-            for block in range(dealt.shape[0]):
+            for block in range(scattered.shape[0]):
                 lanes = slice(block * LANES, (block + 1) * LANES)
                 total = None
                 for tap, offset in enumerate(offsets):
-                    read = _only(masks[tap], dealt[block, q + halo + offset])
+                    read = masked(masks[tap], scattered[block, q + halo + offset])
                     product = filters[tap, :, lanes] * read
                     total = product if total is None else total + product
                 yield total
 
-        collect(results, out, r, words)
+        gather(results, out, r, words)
 
 
-def _backward_kernel(offsets, ids, x, cotangent, filters, d_x, sums, dealt, words, columns):
-    halo, blocks = halo_of(offsets), dealt.shape[0] // 2
+def _backward_kernel(offsets, ids, x, cotangent, filters, d_x, sums, scattered, words, columns):
+    halo, blocks = reach(offsets), scattered.shape[0] // 2
     opposite = tuple(-offset for offset in offsets)
     sums[...] = jnp.zeros(sums.shape, F32)
 
     @pl.loop(0, x.shape[0])
     def _(r):
-        deal_ids(ids, r, columns, halo)
-        deal(x, r, dealt.at[:blocks], words, halo)
-        deal(cotangent, r, dealt.at[blocks:], words, halo)
+        scatter_ids(ids, r, columns, halo)
+        scatter(x, r, scattered.at[:blocks], words, halo)
+        scatter(cotangent, r, scattered.at[blocks:], words, halo)
 
         def results(q):
             masks = _masks(columns, q + halo, opposite)
@@ -103,20 +110,16 @@ def _backward_kernel(offsets, ids, x, cotangent, filters, d_x, sums, dealt, word
             for block in range(blocks):
                 lanes = slice(block * LANES, (block + 1) * LANES)
                 # Padding may hold NaN, and 0 * NaN is NaN.
-                own, total = _only(real, dealt[block, q + halo]), None
+                own, total = masked(real, scattered[block, q + halo]), None
                 for tap, offset in enumerate(opposite):
                     # Cotangent of the positions that read this one through the tap.
-                    given = _only(masks[tap], dealt[blocks + block, q + halo + offset])
+                    given = masked(masks[tap], scattered[blocks + block, q + halo + offset])
                     product = filters[tap, :, lanes] * given
                     total = product if total is None else total + product
                     sums[0, tap, :, lanes] += own * given
                 yield total
 
-        collect(results, d_x, r, words)
-
-
-def _only(mask, x):
-    return x if mask is None else jnp.where(mask, x, 0.0)
+        gather(results, d_x, r, words)
 
 
 def _masks(columns, q, offsets):
@@ -165,7 +168,7 @@ def _call(kernel, rows, offsets, arrays, filters, dtype, interpret, *, sums=Fals
     filters = jnp.pad(filters.astype(F32), ((0, 0), (0, lanes - filters.shape[1])))
     filters = jnp.broadcast_to(filters[:, None], (len(filters), SUBLANES, lanes))
     size = dtype.itemsize
-    halo, count = halo_of(offsets), length // SUBLANES
+    halo, count = reach(offsets), length // SUBLANES
     together, block = _choose_block(batch, length, lanes, len(arrays), size, halo)
     grid = (batch // together, lanes // block)
     of_row = (together, length, min(block, channels))
@@ -204,7 +207,7 @@ def _call(kernel, rows, offsets, arrays, filters, dtype, interpret, *, sums=Fals
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"),
-            vmem_limit_bytes=block_sizes.vmem_limit(),
+            vmem_limit_bytes=layout.vmem_limit(),
         ),
         interpret=interpret,
     )(*ids, *arrays, filters)
@@ -212,7 +215,7 @@ def _call(kernel, rows, offsets, arrays, filters, dtype, interpret, *, sums=Fals
 
 def _choose_block(batch, length, channels, arrays, size, halo):
     """Returns (rows, channels) per grid step: as many as fit, channels first."""
-    budget = block_sizes.budget() - (length + 2 * SUBLANES * halo) * LANES * 4
+    budget = layout.budget() - (length + 2 * SUBLANES * halo) * LANES * 4
     for parts in range(1, channels // LANES + 1):
         block = channels // parts
         if channels % parts or block % LANES:
@@ -223,3 +226,141 @@ def _choose_block(batch, length, channels, arrays, size, halo):
             break
     most = max(most, 1)
     return max(n for n in range(1, most + 1) if batch % n == 0), block
+
+
+# --- Scatters the positions of a row to the sublanes of vectors in runs, and gathers them ---
+
+
+# Loop iterations unrolled together, so that their instructions can overlap.
+UNROLLED = 8
+
+
+def scatter_ids(ids, r, columns, halo) -> None:
+    """Broadcasts each id of row r, [8, Q] with Q along lanes, to all lanes of its vector."""
+    if ids is None:
+        return
+    count = columns.shape[0] - 2 * halo
+
+    def each(first, size):
+        lanes = ids[r, :, pl.ds(first, LANES)]
+        for q in range(size):
+            column = jnp.broadcast_to(lanes[:, q : q + 1], (SUBLANES, LANES))
+            columns[halo + first + q] = column
+
+    whole = count // LANES
+    if whole == 1:
+        each(0, LANES)
+    elif whole:
+
+        @pl.loop(0, whole)
+        def _(chunk):
+            each(pl.multiple_of(chunk * LANES, LANES), LANES)
+
+    if count % LANES:
+        each(whole * LANES, count % LANES)
+    fill_halo(columns, halo)
+
+
+def scatter(rows, r, scattered, words, halo) -> None:
+    """Scatters row r, [L, C], to `scattered` [C / 128, halo + Q + halo, 8, 128] in float32.
+
+    With fewer than 128 channels the remaining lanes hold arbitrary values. Data is moved in 32-bit
+    words, which hold one position, or two positions of a 16-bit dtype.
+    """
+    size = rows.shape[1] * rows.dtype.itemsize // 4
+    run = size // SUBLANES
+    for block in range(scattered.shape[0]):
+        lanes = slice(block * LANES, min((block + 1) * LANES, rows.shape[2]))
+        own = slice(block * size, (block + 1) * size), slice(lanes.stop - lanes.start)
+        words[own] = _bitcast(rows[r, :, lanes], I32)
+
+        def spread(index, block=block):
+            place = pl.ds(block * size + index, SUBLANES, stride=run)
+            parts = _unpack(words[place], rows.dtype)
+            for part, positions in enumerate(parts):
+                scattered[block, halo + index * len(parts) + part] = positions
+
+        for_each(run, spread)
+        fill_halo(scattered.at[block], halo)
+
+
+def gather(results, rows, r, words) -> None:
+    """Gathers results into row r, the inverse of `scatter`.
+
+    Args:
+      results: results(q) yields vector q of each block of channels.
+      rows: output [rows, L, C].
+      words: scratch memory of 32-bit words.
+    """
+    per_word = 4 // rows.dtype.itemsize
+    size = rows.shape[1] // per_word
+    run = size // SUBLANES
+
+    def gather_words(index):
+        parts = [results(index * per_word + part) for part in range(per_word)]
+        for block, vectors in enumerate(zip(*parts, strict=True)):
+            place = pl.ds(block * size + index, SUBLANES, stride=run)
+            words[place] = _pack(vectors, rows.dtype)
+
+    for_each(run, gather_words)
+    for start in range(0, rows.shape[2], LANES):
+        lanes = min(LANES, rows.shape[2] - start)
+        block = words[start // LANES * size : (start // LANES + 1) * size, :lanes]
+        rows[r, :, start : start + lanes] = _bitcast(block, rows.dtype)
+
+
+def _bitcast(x, dtype):
+    """Bitcasts; a word holds two 16-bit rows, the even one in its lower half."""
+    return x if x.dtype == dtype else pltpu.bitcast(x, dtype)
+
+
+def _unpack(word, dtype):
+    if dtype == F32:
+        return [pltpu.bitcast(word, F32)]
+    return [pltpu.bitcast(word << 16, F32), pltpu.bitcast(word & I32(-(1 << 16)), F32)]
+
+
+def _pack(vectors, dtype):
+    if dtype == F32:
+        return pltpu.bitcast(vectors[0], I32)
+    return pltpu.bitcast(pltpu.pack_elementwise(vectors, packed_dtype=dtype), I32)
+
+
+def fill_halo(vectors, halo) -> None:
+    """Fills the halo of `vectors` [halo + Q + halo, 8, lanes] from the neighboring runs.
+
+    The vector h steps before the runs holds the ends of the runs n = ceil(h / Q) earlier.
+    """
+    count = vectors.shape[0] - 2 * halo
+    sublane = jax.lax.broadcasted_iota(I32, vectors.shape[1:], 0)
+    for runs in range(1, -(-halo // count) + 1):
+        first, last = (runs - 1) * count, min(runs * count, halo)
+
+        def fill(step, runs=runs, first=first):
+            before = halo - 1 - first - step
+            after = halo + count + first + step
+            for place, source, turn, kept in (
+                (before, before + runs * count, runs, sublane >= runs),
+                (after, after - runs * count, SUBLANES - runs, sublane < SUBLANES - runs),
+            ):
+                if runs >= SUBLANES:
+                    vectors[place] = jnp.zeros(vectors.shape[1:], vectors.dtype)
+                    continue
+                moved = pltpu.roll(vectors[source], turn, 0)
+                vectors[place] = jnp.where(kept, moved, jnp.zeros_like(moved))
+
+        for_each(last - first, fill)
+
+
+def for_each(count, body) -> None:
+    """Calls body(0) ... body(count - 1), partly unrolled."""
+    whole = count // UNROLLED
+    if whole > 1:
+
+        @pl.loop(0, whole)
+        def _(chunk):
+            for index in range(UNROLLED):
+                body(chunk * UNROLLED + index)
+
+    for index in range(whole * UNROLLED if whole > 1 else 0, count):
+        body(index)

@@ -27,8 +27,8 @@ from convbert_jax.analysis.pretraining_report import (
 from convbert_jax.config import Config
 from convbert_jax.data.corpus import batching
 from convbert_jax.data.corpus.corpus import Corpus
-from convbert_jax.interop.networks import MODELS
-from convbert_jax.models.build import build
+from convbert_jax.models import build
+from convbert_jax.models.networks import MODELS
 from convbert_jax.objectives import masked_lm, replaced_token
 from convbert_jax.recipes import scoring
 from convbert_jax.recipes.reports import page

@@ -13,7 +13,7 @@ from flax import nnx
 
 from convbert_jax.decoding import greedy
 from convbert_jax.interop.fairseq import read
-from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
+from convbert_jax.models.networks import EncoderDecoder, LanguageModel
 from tests.interop.fairseq.checkpoints import END, PAD, arguments, build, write
 
 pytestmark = pytest.mark.parity

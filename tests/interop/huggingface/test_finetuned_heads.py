@@ -9,7 +9,7 @@ from flax import nnx
 
 from convbert_jax.config import OutputsSection
 from convbert_jax.interop import huggingface, networks, parity
-from convbert_jax.models.finetuned import FinetunedModel
+from convbert_jax.models.networks import FinetunedModel
 from tests.interop.conftest import make_config, random_params
 from tests.refusals import refused
 

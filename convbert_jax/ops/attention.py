@@ -1,0 +1,475 @@
+"""Scaled dot-product attention within the segments of a row.
+
+Implementations:
+  xla: stores scores and weights in memory; any platform, supports attention dropout.
+  cudnn: cuDNN fused attention on NVIDIA GPUs, by `jax.nn.dot_product_attention`.
+  pallas_tpu: kernels of `ops/tpu/attention.py`; scores and dropout masks stay on chip.
+  splash: JAX's blockwise attention kernel for TPU, for longer rows than pallas_tpu.
+
+Decoder self-attention is causal; in cross-attention keys and values belong to another row with its
+own segment ids.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from convbert_jax.ops import dispatch, partitioning
+from convbert_jax.ops.dispatch import Implementation
+from convbert_jax.ops.nn import Dropout, softmax, softmax_backward
+from convbert_jax.ops.partitioning import (
+    HEADS,
+    POSITIONS,
+    POSITIONS_AND_HEADS,
+    REPLICATED,
+    ROWS,
+    ROWS_AND_HEADS,
+    SEQUENCE,
+)
+from convbert_jax.ops.products import SUBLANES, einsum
+from convbert_jax.ops.tpu import attention as tpu
+
+
+@jax.named_scope("attention")
+def attention(
+    query: Float[Array, "B L H D"],
+    key: Float[Array, "B S H D"],
+    value: Float[Array, "B S H D"],
+    *,
+    segment_ids: Int[Array, "B L"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
+    causal: bool = False,
+    implementation: str = "auto",
+    drop: Dropout | None = None,
+) -> Float[Array, "B L H D"]:
+    """Computes softmax(query . key / sqrt(D)) . value over the visible keys.
+
+    Args:
+      query, key, value: inputs; queries are scaled here.
+      segment_ids: a position sees the keys of its own segment. Padding (0) is never seen and sees
+        the segment with the largest id: all real tokens in a row of one segment, as in the official
+        code. None: one segment without padding.
+      key_segment_ids: segments of the keys. None: `segment_ids` if S = L, else one segment without
+        padding.
+      causal: position t sees only keys 0 to t.
+      implementation: a key of IMPLEMENTATIONS, or "auto"; see `dispatch.choose`.
+      drop: dropout of the weights, not supported by "splash" and "cudnn". The mask for a key
+        depends on the implementation.
+
+    Returns:
+      [B, L, H, D] in the dtype of `value`; scores and softmax are float32. Rows of padding only
+      return arbitrary finite numbers. With `key_segment_ids`, a position that sees no key returns 0
+      and contributes no gradient.
+
+    Raises:
+      ValueError: shapes do not match, or the named implementation does not support this call on the
+        available devices.
+    """
+    _check(query, key, value, segment_ids, key_segment_ids)
+    arguments = (query, key, value, *_ids(query, key, segment_ids, key_segment_ids), causal)
+    options = {} if drop is None else {"drop": drop}
+    function = dispatch.choose("attention", implementation, IMPLEMENTATIONS, *arguments, **options)
+    return function(*arguments, **options)
+
+
+def attention_weights(
+    query: Float[Array, "B L H D"],
+    key: Float[Array, "B S H D"],
+    *,
+    segment_ids: Int[Array, "B L"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
+    causal: bool = False,
+) -> Float[Array, "B H L S"]:
+    """Returns the weights of `attention` in float32.
+
+    Each row sums to 1, or to 0 if the position sees no key. Arguments as in `attention`.
+    """
+    _check(query, key, key, segment_ids, key_segment_ids)
+    ids = _ids(query, key, segment_ids, key_segment_ids)
+    return weights_of(query, key, *ids, causal, jnp.float32)
+
+
+def attention_scores(
+    query: Float[Array, "B L H D"],
+    key: Float[Array, "B S H D"],
+    *,
+    segment_ids: Int[Array, "B L"] | None = None,
+    causal: bool = False,
+) -> Float[Array, "B H L S"]:
+    """Returns query . key / sqrt(D) in float32, 0 for invisible keys.
+
+    `attention_weights` returns their softmax over the visible keys.
+    """
+    _check(query, key, key, segment_ids, None)
+    scores = einsum("bqhd,bkhd->bhqk", query, key, jnp.float32) * query.shape[-1] ** -0.5
+    visible = visible_pairs(query, key, *_ids(query, key, segment_ids, None), causal)
+    return scores if visible is None else jnp.where(visible, scores, 0.0)
+
+
+def decode_attention(
+    query: Float[Array, "B H Q D"],
+    key: Float[Array, "B H D S"],
+    value: Float[Array, "B H S D"],
+    visible: Bool[Array, "B 1 #Q S"],
+) -> Float[Array, "B H Q D"]:
+    """Computes `attention` of a few positions over cached keys and values, for decoding.
+
+    The cache has the axis order that the products read, so no step transposes it.
+
+    Args:
+      query: Q new positions.
+      key, value: cache of S positions.
+      visible: whether a query sees a key.
+    """
+    count = query.shape[2]
+    if dispatch.platform() == "tpu" and count == 1:  # avoid matrix-vector products: products.py
+        query = jnp.broadcast_to(query, (*query.shape[:2], SUBLANES, query.shape[3]))
+    scores = einsum("bhqd,bhdk->bhqk", query, key, jnp.float32) * query.shape[-1] ** -0.5
+    weights = softmax(scores, visible, value.dtype)
+    return einsum("bhqk,bhkd->bhqd", weights, value, value.dtype)[:, :, :count]
+
+
+def _check(query, key, value, segment_ids, key_segment_ids):
+    batch, length, *heads = query.shape
+    for name, array, shape in (
+        ("key", key, (batch, key.shape[1], *heads)),
+        ("value", value, (batch, *key.shape[1:3], value.shape[-1])),
+        ("segment_ids", segment_ids, (batch, length)),
+        ("key_segment_ids", key_segment_ids, (batch, key.shape[1])),
+    ):
+        if array is not None and array.shape != shape:
+            raise ValueError(f"attention: {name} must be {list(shape)}, got {list(array.shape)}.")
+
+
+def _ids(query, key, segment_ids, key_segment_ids):
+    """Returns segment ids of queries and keys, both None for one segment without padding."""
+    if key_segment_ids is None and query.shape[1] == key.shape[1]:
+        return segment_ids, segment_ids
+    if segment_ids is None and key_segment_ids is None:
+        return None, None
+    if segment_ids is None:
+        segment_ids = jnp.ones(query.shape[:2], jnp.int32)
+    if key_segment_ids is None:
+        key_segment_ids = jnp.ones(key.shape[:2], jnp.int32)
+    return segment_ids, key_segment_ids
+
+
+# --- Masks: keys of the same segment, and for causal attention no later ones ---
+
+
+def visible_keys(
+    segment_ids: Int[Array, "B L"], key_segment_ids: Int[Array, "B S"] | None = None
+) -> Bool[Array, "B L S"]:
+    """Returns whether each key is a real token in the segment that the query sees."""
+    key = (segment_ids if key_segment_ids is None else key_segment_ids)[:, None, :]
+    return (key != 0) & (key == own_segment(segment_ids)[:, :, None])
+
+
+def visible_pairs(query, key, segment_ids, key_segment_ids, causal):
+    """Returns the mask [B or 1, 1, L, S] of visible keys, or None if all are visible."""
+    seen = None
+    if segment_ids is not None:
+        seen = visible_keys(segment_ids, key_segment_ids)[:, None]
+    if causal:
+        before = jnp.tri(query.shape[1], key.shape[1], dtype=bool)[None, None]
+        seen = before if seen is None else seen & before
+    return seen
+
+
+def own_segment(segment_ids):
+    """Returns the segment that each position sees; for padding the one with the largest id."""
+    if segment_ids is None:
+        return None
+    return jnp.where(segment_ids == 0, segment_ids.max(axis=1, keepdims=True), segment_ids)
+
+
+# --- XLA ---
+
+
+def xla(query, key, value, segment_ids, key_segment_ids, causal, *, drop=None):
+    """Computes attention with scores in memory.
+
+    If the mesh splits positions, keys and values are gathered: each device has all of its rows.
+    """
+    key, value = partitioning.all_gather_positions(key), partitioning.all_gather_positions(value)
+    if drop is not None:
+        scores = _scores(query, key)
+        visible = visible_pairs(query, key, segment_ids, key_segment_ids, causal)
+        return _attend_to_kept(scores, value, visible, _draw(drop, scores.shape), drop.factor)
+    weights = weights_of(query, key, segment_ids, key_segment_ids, causal, value.dtype)
+    return einsum("bhqk,bkhd->bqhd", weights, value, value.dtype)
+
+
+def _draw(drop: Dropout, shape: tuple[int, ...]) -> Bool[Array, "B H L S"]:
+    if dispatch.platform() != "tpu":
+        return drop.draw(shape)
+    # XLA for TPU keeps queries in the lanes and would transpose a mask drawn in any other order.
+    *rows, queries, keys = shape
+    return drop.draw((*rows, keys, queries)).swapaxes(-1, -2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend_to_kept(
+    scores: Float[Array, "B H L S"],
+    value: Float[Array, "B S H D"],
+    visible: Bool[Array, "#B 1 L S"] | None,
+    keep: Bool[Array, "B H L S"],
+    factor: float,
+) -> Float[Array, "B L H D"]:
+    """Computes the product of softmax(scores) and `value`; kept weights are scaled by `factor`.
+
+    Autodiff keeps three arrays of the size of the scores as residuals: weights, mask and their
+    product. One array is enough: weights are not negative, so the sign can store the mask.
+    """
+    return _attend_to_kept_forward(scores, value, visible, keep, factor)[0]
+
+
+def _attend_to_kept_forward(scores, value, visible, keep, factor):
+    weights = softmax(scores, visible, value.dtype)
+    marked = jnp.where(keep, weights, -weights)
+    out = einsum("bhqk,bkhd->bqhd", _dropped(marked, factor), value, value.dtype)
+    return out, (marked, value)
+
+
+def _attend_to_kept_backward(factor, saved, cotangent):
+    marked, value = saved
+    d_dropped = einsum("bqhd,bkhd->bhqk", cotangent, value, value.dtype)
+    d_value = einsum("bhqk,bqhd->bkhd", _dropped(marked, factor), cotangent, value.dtype)
+    d_weights = jnp.where(marked > 0, d_dropped * factor, 0)
+    d_scores = softmax_backward(jnp.abs(marked), d_weights)
+    return d_scores, d_value, None, None
+
+
+def _dropped(marked, factor):
+    return jnp.where(marked > 0, marked * factor, 0)
+
+
+_attend_to_kept.defvjp(_attend_to_kept_forward, _attend_to_kept_backward)
+
+
+def weights_of(query, key, segment_ids, key_segment_ids, causal, dtype):
+    visible = visible_pairs(query, key, segment_ids, key_segment_ids, causal)
+    return softmax(_scores(query, key), visible, dtype)
+
+
+def _scores(query, key):
+    # jnp.einsum with autodiff: its gradients are float32 products too, and faster on a TPU than
+    # those of `products.einsum` (benchmarks/RESULTS.md).
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    return scores * query.shape[-1] ** -0.5
+
+
+# --- Kernels of this package, JAX and cuDNN, on a mesh ---
+
+
+# Below this length splash is slower than XLA (benchmarks/RESULTS.md): each grid step has a fixed
+# cost, and a short row takes one step per head.
+SPLASH_FROM = 512
+# Up to this length splash is slower than pallas_tpu, which does not transpose heads in memory.
+SPLASH_BEYOND = 2048
+SPLASH_BLOCK = 512  # maximum number of positions per step
+LANES = 128  # lengths must be multiples
+CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+def pallas_tpu(
+    query, key, value, segment_ids, key_segment_ids, causal, *, drop=None, interpret=False
+):
+    """Runs the kernels of this package. The dropout mask does not depend on the mesh."""
+
+    def run(query, key, value, query_ids, key_ids, seed, *numbers):
+        numbers = jnp.concatenate([seed, *(each[:1] for each in numbers)])
+        kept = None if drop is None else drop.kept
+        return tpu.attention(
+            query, key, value, query_ids, key_ids, numbers,
+            causal=causal, kept=kept, interpret=interpret,
+        )  # fmt: skip
+
+    seed = jnp.zeros(2, jnp.int32)
+    if drop is not None:
+        seed = jax.lax.bitcast_convert_type(jax.random.key_data(drop.key)[:2], jnp.int32)
+    seen = own_segment(segment_ids)
+    if seen is not None:  # padding keys stay invisible, even in a row of padding only
+        key_segment_ids = jnp.where(key_segment_ids == 0, -1, key_segment_ids)
+    batch, length, heads, _ = query.shape
+    # Global row, head and query numbers; each device gets its part of these constants.
+    numbers = (np.arange(size, dtype=np.int32) for size in (batch, heads, length))
+    queries, ids, here = _queries_of_a_device(length, causal)
+    return partitioning.shard_map_op(
+        run,
+        (query, key, value, seen, key_segment_ids, seed, *numbers),
+        (queries, ROWS_AND_HEADS, ROWS_AND_HEADS, ids, ROWS, REPLICATED, ROWS, jax.P(HEADS), here),
+        queries,
+    )
+
+
+class KernelDropout(Dropout):
+    """Attention dropout with the same mask as `pallas_tpu`."""
+
+    def draw(self, shape: tuple[int, ...]) -> Bool[Array, "B H L S"]:
+        batch, heads, *positions = shape
+        turned = dispatch.platform() == "tpu"  # there `xla` draws [..., keys, queries]
+        keys, queries = positions if turned else positions[::-1]
+        words = jax.lax.bitcast_convert_type(jax.random.key_data(self.key)[:2], jnp.int32)
+
+        def draw_head(row, head):
+            of_head = tpu.head_words(words, row, head)
+            return tpu.dropout_mask(of_head, (0, keys), (0, queries), self.kept)
+
+        drawn = jax.vmap(jax.vmap(draw_head, (None, 0)), (0, None))(
+            jnp.arange(batch), jnp.arange(heads)
+        )
+        return drawn if turned else drawn.swapaxes(-1, -2)
+
+
+def pallas_tpu_definition(*arguments, drop=None):
+    """Computes the result of `pallas_tpu` with XLA."""
+    if drop is not None:
+        drop = KernelDropout(drop.rate, drop.key)
+    return xla(*arguments, drop=drop)
+
+
+def pallas_tpu_refuses(query, key, *_, **__) -> str:
+    if query.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"supports bfloat16 and float32, not {query.dtype}"
+    if query.shape[3] not in (32, 64, 128):
+        return f"supports heads of 32, 64 or 128 channels, not {query.shape[3]}"
+    longest = tpu.longest(query.dtype, query.shape[3])
+    for length in (query.shape[1], key.shape[1]):
+        if length % LANES or length > longest:
+            return f"length {length} is not a multiple of {LANES} up to {longest}"
+    return ""
+
+
+def left_for_length(query, key, *_, drop=None) -> str:
+    length = max(query.shape[1], key.shape[1])
+    if drop is not None or length <= SPLASH_BEYOND:
+        return ""
+    return f"slower than splash beyond length {SPLASH_BEYOND} without dropout, length is {length}"
+
+
+def cudnn(query, key, value, segment_ids, key_segment_ids, causal):
+    """Runs cuDNN's fused attention; JAX's own rule partitions it over rows and heads."""
+    mask = visible_pairs(query, key, segment_ids, key_segment_ids, causal=False)
+    out = jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=causal, implementation="cudnn"
+    )
+    return _silence(out, query, key, segment_ids, key_segment_ids, causal)
+
+
+def splash(query, key, value, segment_ids, key_segment_ids, causal, *, interpret=False):
+    """Runs JAX's splash attention kernel, with one fused kernel for the backward pass."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    width = query.shape[3]
+
+    def run(query, key, value, segment_ids, key_segment_ids):
+        shape = query.shape[1], key.shape[1]
+        mask_of_head = (masks.CausalMask if causal else masks.FullMask)(shape)
+        block_q, block_kv = map(_splash_block, shape)
+        blocks = {
+            **{f"block_{name}": block_q for name in ("q", "q_dkv")},
+            **{
+                f"block_{name}": block_kv
+                for name in ("kv", "kv_compute", "kv_dkv", "kv_dkv_compute")
+            },
+        }
+        kernel = kernels.make_splash_mha(
+            masks.MultiHeadMask([mask_of_head] * query.shape[2]),
+            block_sizes=kernels.BlockSizes(**blocks, use_fused_bwd_kernel=True),
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+        heads_first = (x.swapaxes(1, 2) for x in (query * width**-0.5, key, value))
+        ids = None
+        if segment_ids is not None:
+            ids = kernels.SegmentIds(segment_ids, key_segment_ids)
+        return jax.vmap(kernel)(*heads_first, segment_ids=ids).swapaxes(1, 2)
+
+    queries, ids, _ = _queries_of_a_device(query.shape[1], causal)
+    out = partitioning.shard_map_op(
+        run,
+        (query, key, value, own_segment(segment_ids), key_segment_ids),
+        (queries, ROWS_AND_HEADS, ROWS_AND_HEADS, ids, ROWS),
+        queries,
+    )
+    return _silence(out, query, key, segment_ids, key_segment_ids, causal)
+
+
+def _queries_of_a_device(length: int, causal: bool):
+    """Returns the specs of queries, query segment ids and query numbers; keys are not split.
+
+    Positions stay whole for a causal mask, which counts from the first position of a row, and for
+    lengths that do not divide into blocks.
+    """
+    if causal or partitioning.positions_here(length) % LANES:
+        return ROWS_AND_HEADS, ROWS, REPLICATED
+    return POSITIONS_AND_HEADS, POSITIONS, jax.P(SEQUENCE)
+
+
+def _silence(out, query, key, segment_ids, key_segment_ids, causal):
+    """Sets the output of positions without visible keys to 0; the kernels average all values."""
+    if key_segment_ids is segment_ids:  # each token sees itself
+        return out
+    visible = visible_pairs(query, key, segment_ids, key_segment_ids, causal)
+    return jnp.where(visible.any(axis=-1)[:, 0, :, None, None], out, 0)
+
+
+def _splash_block(length: int) -> int:
+    return next(size for size in range(SPLASH_BLOCK, 0, -LANES) if length % size == 0)
+
+
+def splash_refuses(query, key, *_, drop=None) -> str:
+    if drop is not None:
+        return "has no attention dropout"
+    for length in (query.shape[1], key.shape[1]):
+        if length % LANES:
+            return f"length {length} is not a multiple of {LANES}"
+    return ""
+
+
+def left_for_shortness(query, key, *_, **__) -> str:
+    length = max(query.shape[1], key.shape[1])
+    return f"slower below length {SPLASH_FROM}, length is {length}" if length < SPLASH_FROM else ""
+
+
+def cudnn_refuses(query, key, value, segment_ids, *_, drop=None) -> str:
+    if drop is not None:
+        return "has no attention dropout"
+    if "rocm" in jax.local_devices()[0].client.platform_version.lower():
+        return "requires an NVIDIA GPU"
+    if partitioning.positions_here(query.shape[1]) < query.shape[1]:
+        return "cannot split positions over config.mesh.sequence"
+    if query.dtype not in CUDNN_DTYPES:
+        return f"supports bfloat16 and float16, not {query.dtype}"
+    lengths = query.shape[1], key.shape[1]
+    if segment_ids is not None and any(length % 2 for length in lengths):
+        return f"requires even lengths for segments, not {lengths[0]} and {lengths[1]}"
+    width = query.shape[3]
+    if value.shape[3] != width:
+        return f"value width {value.shape[3]} differs from query width {width}"
+    return (
+        f"head width {width} is not a multiple of 8 up to 128" if width % 8 or width > 128 else ""
+    )
+
+
+# name -> f(query, key, value, segment_ids, key_segment_ids, causal); both ids are arrays or None
+IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(
+        pallas_tpu,
+        "tpu",
+        pallas_tpu_refuses,
+        left_for_length,
+        pallas_tpu_definition,
+    ),
+    "splash": Implementation(splash, "tpu", splash_refuses, left_for_shortness),
+    "cudnn": Implementation(cudnn, "gpu", cudnn_refuses),
+    "xla": Implementation(xla),
+}

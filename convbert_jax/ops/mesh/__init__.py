@@ -1,1 +1,0 @@
-"""Ops on a mesh of devices: `division` partitions arrays, `sums` reduces over devices."""
