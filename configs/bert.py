@@ -19,7 +19,7 @@ For ALBERT's sentence order prediction instead of next sentence prediction set
 
 Corpus: see small.py; BERT used Wikipedia and BooksCorpus. Differences from the official code: those
 of `bert` in variants.py except for sentence pairs, and pairs consist of whole sentences
-(data/corpus/pairs.py), where the official code truncates long pairs.
+(data/layouts.py), where the official code truncates long pairs.
 """
 
 from configs import variants

@@ -96,11 +96,19 @@ class DamagedFileError(UserError):
     """A file is corrupt or has unexpected content."""
 
 
+class JsonError(ValueError):
+    """Text that `parse_json` rejects; `reason` completes "is not JSON: "."""
+
+    def __init__(self, reason: str, message: str = ""):
+        super().__init__(message or reason)
+        self.reason = reason
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parses a JSON text, which may be from an untrusted source.
 
     Raises:
-      ValueError: it is not JSON, not UTF-8, nested too deep for the parser, has a number with too
+      JsonError: it is not JSON, not UTF-8, nested too deep for the parser, has a number with too
         many digits, or an unpaired surrogate, which UTF-8 cannot encode. One short line.
     """
     try:
@@ -113,16 +121,16 @@ def parse_json(text: str | bytes) -> Any:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         return value
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
-        raise ValueError(f"it is not JSON: {error.msg} at {where}") from None
+        reason = f"{error.msg} at line {error.lineno} column {error.colno}"
+        raise JsonError(reason, f"it is not JSON: {reason}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8 at byte {error.start}") from None
+        raise JsonError(f"it is not UTF-8 at byte {error.start}") from None
     except UnicodeEncodeError:
-        raise ValueError("it contains an unpaired surrogate, which UTF-8 cannot encode") from None
+        raise JsonError("it contains an unpaired surrogate, which UTF-8 cannot encode") from None
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise JsonError("it is nested too deep") from None
     except ValueError as error:  # an integer of thousands of digits
-        raise ValueError(str(error).partition(";")[0]) from None
+        raise JsonError(str(error).partition(";")[0]) from None
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:

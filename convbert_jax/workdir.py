@@ -16,7 +16,7 @@ WORKDIR/unfinished      the current run
 WORKDIR/TASK/seed-N     a model: its own run folder, with predictions/
 
 After the first checkpoint or result only `Changeable` fields of the config may change. The metadata
-of the shards prevents mixing different data, see `data/corpus/corpus.py`.
+of the shards prevents mixing different data, see `data/corpus.py`.
 
 A folder may be in a bucket (gs://BUCKET/RUN); tokenizer and shards are read from a local disk.
 """
@@ -91,7 +91,7 @@ class Workdir:
         return self.path / "profile"
 
     def data(self, config: Config) -> epath.Path:
-        """Returns the folder of tokenizer and shards; for buckets see `data/units/bucket.py`."""
+        """Returns the folder of tokenizer and shards; for buckets see `data/bucket.py`."""
         named = config.data.directory
         return files.to_path(named) if named else self._shards
 

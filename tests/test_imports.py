@@ -48,16 +48,7 @@ ALLOWED = {
 }
 # Rules within a package; modules outside its subpackages are unrestricted.
 ROOMS = {
-    "data": {
-        "tables": set(),
-        "sources": {"tables"},
-        "tokenizer": set(),
-        "units": set(),
-        "corpus": {"sources", "tokenizer", "units"},
-        "parallel": {"tables", "sources", "tokenizer", "units", "corpus"},
-        "tasks": {"tables", "sources", "tokenizer"},
-        "inputs": {"tables", "tasks"},
-    },
+    "data": {"readers": set(), "tokenizer": set(), "tasks": {"readers", "tokenizer"}},
     "training": {"checkpoints": {"environment"}, "environment": set(), "reports": set()},
 }
 

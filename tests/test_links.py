@@ -7,7 +7,7 @@ import pytest
 
 from convbert_jax import files, links
 from convbert_jax.config import Config, UserError
-from convbert_jax.data.units.lock import lock
+from convbert_jax.data.prepared import lock
 from convbert_jax.doctor import disk
 from convbert_jax.recipes.reports import page as report_page
 from convbert_jax.sweeps.table import Folder

@@ -14,8 +14,8 @@ from convbert_jax import files, main
 from convbert_jax.config import Config, PluginError, UserError, mixers, to_dict
 from convbert_jax.config.checks import plugins
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.sources import indexed_rows
-from convbert_jax.data.sources.source import open_source
+from convbert_jax.data.readers import indexed_rows
+from convbert_jax.data.readers.sources import open_source
 from convbert_jax.demo import __main__ as demo
 from convbert_jax.interop import conversion
 from convbert_jax.sweeps import cli, runner

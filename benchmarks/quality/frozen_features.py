@@ -79,7 +79,7 @@ def extract(arguments, source):
 
 def draw_rows(source, count: int, tokenizer, split: str):
     """Returns (batches of encoded rows, their labels)."""
-    from convbert_jax.data.tasks.encoding import encode_texts
+    from convbert_jax.data.tasks.labelled_text import encode_texts
 
     examples = source.read(split)
     chosen = np.random.default_rng(0).permutation(len(examples))[:count]

@@ -17,9 +17,9 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from convbert_jax.config import DataSection, TokenizerSection
-from convbert_jax.data.corpus import shuffling
-from convbert_jax.data.corpus.packing import ElectraRows
-from convbert_jax.data.sources.source import open_source
+from convbert_jax.data import samplers
+from convbert_jax.data.layouts import ElectraRows
+from convbert_jax.data.readers.sources import open_source
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 
 SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -52,8 +52,8 @@ def main() -> None:
     document_of = np.repeat(np.arange(len(counts)), counts)
     print(f"{len(document_of)} rows of {len(counts)} documents")
     for name, order in (
-        ("paper", shuffling.release_order([sum(unit) for unit in units], 0)),
-        ("default", shuffling.shuffled(len(document_of), 0)),
+        ("paper", samplers.release_order([sum(unit) for unit in units], 0)),
+        ("default", samplers.shuffled(len(document_of), 0)),
         ("in order", lambda positions: positions % len(document_of)),
     ):
         rows = order(np.arange(arguments.batches * 128)).reshape(-1, 128)

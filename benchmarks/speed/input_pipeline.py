@@ -23,8 +23,8 @@ from concurrent import futures
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from convbert_jax.config import Config, DataSection, TokenizerSection
-from convbert_jax.data.corpus import batching, corpus, preparation
-from convbert_jax.data.sources.source import open_source
+from convbert_jax.data import batching, corpus
+from convbert_jax.data.readers.sources import open_source
 from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
 
 SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -34,7 +34,7 @@ def train(config: Config, folder: pathlib.Path) -> dict:
     section = config.tokenizer
     source = open_source(config.data, config.data.source)
     started = time.monotonic()
-    texts = preparation.sample(source, section.train_megabytes * 1_000_000)
+    texts = corpus.sample(source, section.train_megabytes * 1_000_000)
     tokenizer = train_tokenizer(texts, section, folder)
     return {
         "seconds": time.monotonic() - started,

@@ -29,7 +29,7 @@ class TaskSection:
     test: str = ""
     heldout_fraction: float = 0.1  # without `validation`; selected by a hash of the texts
     # auto (by the file's name) | tsv | csv | jsonl | json (FILE#KEY names the list) | conll |
-    # parallel (the files of a split are its columns) | pattern; see data/tables/table_files.py
+    # parallel (the files of a split are its columns) | pattern; see data/readers/tables.py
     format: str = "auto"
     columns: tuple[str, ...] = ()  # names, if the first line is not a header
     rest_in_last: bool = False  # tsv: the last column may contain tabs

@@ -6,11 +6,10 @@ from pathlib import Path
 from etils import epath
 
 from convbert_jax.config import Config
-from convbert_jax.data.corpus.metadata import read_metadata
-from convbert_jax.data.parallel import parallel_text
-from convbert_jax.data.parallel.metadata import read_metadata as read_metadata_of_pairs
-from convbert_jax.data.sources.source import REMOTE, open_source
-from convbert_jax.data.units import bucket
+from convbert_jax.data import bucket, parallel_text
+from convbert_jax.data.corpus import read_metadata
+from convbert_jax.data.parallel_text import read_metadata as read_metadata_of_pairs
+from convbert_jax.data.readers.sources import REMOTE, open_source
 from convbert_jax.doctor.finding import Finding, good
 from convbert_jax.files import is_remote
 from convbert_jax.interop.networks import abstract_params

@@ -11,8 +11,17 @@ from absl import logging
 
 from convbert_jax.config import Config, OutputsSection
 from convbert_jax.config.checks.finetuning import choose_head
-from convbert_jax.data.tasks.encoding import IGNORED, Encoded, Rows, encode_texts, encode_words
-from convbert_jax.data.tasks.labelled_text import Example, LabelledTask, require_labels, swap_texts
+from convbert_jax.data.tasks.labelled_text import (
+    IGNORED,
+    Encoded,
+    Example,
+    LabelledTask,
+    Rows,
+    encode_texts,
+    encode_words,
+    require_labels,
+    swap_texts,
+)
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.finetuning import predictions as prediction_files
 from convbert_jax.finetuning import scoring

@@ -21,13 +21,13 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from convbert_jax.config import Config, OutputsSection
-from convbert_jax.data.tasks.encoding import Rows
-from convbert_jax.data.tasks.length_buckets import (
+from convbert_jax.data.samplers import (
     choose_buckets,
     epoch_batches,
     evaluation_batches,
     release_batches,
 )
+from convbert_jax.data.tasks.labelled_text import Rows
 from convbert_jax.finetuning.run_files import Setting, Unfinished
 from convbert_jax.finetuning.task import (
     ROW,

@@ -20,9 +20,8 @@ from absl import logging
 from convbert_jax.config import Config, OutputsSection
 from convbert_jax.config.checks.finetuning import choose_head
 from convbert_jax.data.tasks import squad
-from convbert_jax.data.tasks.encoding import Rows
-from convbert_jax.data.tasks.squad import Question
-from convbert_jax.data.tasks.squad_windows import Windows, make_windows, to_rows
+from convbert_jax.data.tasks.labelled_text import Rows
+from convbert_jax.data.tasks.squad import Question, Windows, make_windows, to_rows
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.files import write_json
 from convbert_jax.finetuning.task import (

@@ -28,7 +28,7 @@ from etils import epath
 
 from convbert_jax import files
 from convbert_jax.config import CheckpointSection, Config
-from convbert_jax.data.tasks.encoding import Rows
+from convbert_jax.data.tasks.labelled_text import Rows
 from convbert_jax.finetuning.task import FinetuneTask, FinetuningError, Scores
 from convbert_jax.training import distributed
 from convbert_jax.training.checkpoints.saving import Checkpoints

@@ -19,8 +19,8 @@ from convbert_jax import decoding as methods
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
 from convbert_jax.config.checks.sequences import check_asked_decoding
 from convbert_jax.config.sequences.sections import DecodingSection
+from convbert_jax.data.samplers import choose_buckets
 from convbert_jax.data.tasks.labelled_text import Example
-from convbert_jax.data.tasks.length_buckets import choose_buckets
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference.predictor import choose_batch_size
 from convbert_jax.inference.texts import make_texts

@@ -9,16 +9,16 @@ import numpy as np
 from absl import logging
 
 from convbert_jax.config import Config, UserError
+from convbert_jax.data import input_rows
 from convbert_jax.data.errors import shorten
-from convbert_jax.data.inputs import input_rows, reading
-from convbert_jax.data.inputs.arguments import (
+from convbert_jax.data.input_rows import (
     ArgumentError,
     as_rows,
     as_single_texts,
     as_texts,
     whole_number,
 )
-from convbert_jax.data.tasks.encoding import Rows, encode_texts, pad_rows
+from convbert_jax.data.tasks.labelled_text import Rows, encode_texts, pad_rows
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference import stream
 from convbert_jax.inference.generation import Writer, change_decoding, read_mean
@@ -330,7 +330,7 @@ class Model:
         return found[0] if single else found
 
     @functools.cached_property
-    def _predictor(self) -> tuple[Predictor | QuestionAnswerer, reading.ModelInput]:
+    def _predictor(self) -> tuple[Predictor | QuestionAnswerer, input_rows.ModelInput]:
         if self._finetuned_params is None:
             raise ModelError(
                 f"{self.path} has no head for labels. Fine-tune it first "
@@ -338,7 +338,7 @@ class Model:
                 path=self.path,
             )
         predictor = make_predictor(self.config, self._finetuned_params, self.tokenizer, self._dtype)
-        return predictor, reading.describe_model_input(self.config)
+        return predictor, input_rows.describe_model_input(self.config)
 
     def _has(self, name: str, head: str) -> bool:
         return name in self.networks and self.networks[name].has(head)

@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 
 from convbert_jax.config import EncoderConfig, mixers
-from convbert_jax.data.tasks.encoding import Rows
-from convbert_jax.data.tasks.length_buckets import choose_buckets
+from convbert_jax.data.samplers import choose_buckets
+from convbert_jax.data.tasks.labelled_text import Rows
 from convbert_jax.finetuning.fitting import predict_rows
 from convbert_jax.inference.predictor import choose_batch_sizes
 from convbert_jax.interop.networks import Network, make_modules, stack, to_tree

@@ -11,8 +11,7 @@ from flax import nnx
 
 from convbert_jax.config import Config
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.tasks.encoding import Encoded, Rows
-from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
+from convbert_jax.data.tasks.labelled_text import Encoded, Example, LabelledTask, Rows
 from convbert_jax.data.tasks.squad import Question
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.finetuning import classification, fitting, question_answering, scoring

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from convbert_jax.config import Config
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.inputs.input_rows import InputRow, ModelInput
+from convbert_jax.data.input_rows import InputRow, ModelInput
 from convbert_jax.data.tasks.labelled_text import Example
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.files import expand, parse_json, read_json, write_json

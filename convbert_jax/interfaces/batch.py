@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float32, Int32
 class Batch(TypedDict):
     """Token ids: the input of every model, and the complete batch of most pre-training.
 
-    Made by `data.corpus.batching` (pre-training) and `data.tasks.encoding.Rows` (fine-tuning).
+    Made by `data.batching` (pre-training) and `data.tasks.labelled_text.Rows` (fine-tuning).
 
     Attributes:
       tokens: token ids; [PAD] after the end of a row.
@@ -33,7 +33,7 @@ class Batch(TypedDict):
 
 
 class PairBatch(Batch):
-    """Rows of two texts, from the layout "pairs". Made by `data.corpus.batching`.
+    """Rows of two texts, from the layout "pairs". Made by `data.batching`.
 
     Attributes:
       pair_label: 0 if the second text follows the first, 1 if it does not, -1 if the row has no
@@ -62,7 +62,7 @@ class LanguageBatch(TypedDict):
 class SequenceBatch(LanguageBatch):
     """Sources and targets of an encoder-decoder. Axes: S tokens of the source.
 
-    Made by `data.parallel.batching` and `objectives.span_corruption.corrupt`.
+    Made by `data.batching` and `objectives.span_corruption.corrupt`.
 
     Attributes:
       source: encoder inputs, with [SEP] at the end.
@@ -117,7 +117,7 @@ class TextBatch(LogitsBatch):
 
 
 class TagBatch(LogitsBatch):
-    """Token classification. Made by `data.tasks.encoding.encode_words`.
+    """Token classification. Made by `data.tasks.labelled_text.encode_words`.
 
     Attributes:
       tags: class of the word that begins at a token; negative at other tokens or without labels.
@@ -131,7 +131,7 @@ class TagBatch(LogitsBatch):
 class AnswerBatch(FinetuneBatch):
     """Windows of question answering; type 1 marks the context and the final [SEP].
 
-    Made by `data.tasks.squad_windows.to_rows`: `best` for prediction, the others for training.
+    Made by `data.tasks.squad.to_rows`: `best` for prediction, the others for training.
 
     Attributes:
       start: position of the first token of the answer; 0 if the window does not contain it.

@@ -14,7 +14,7 @@ from etils import epath
 
 from convbert_jax import files
 from convbert_jax.config import Config, from_config_dict, to_dict
-from convbert_jax.data.parallel.vocabularies import SIDES
+from convbert_jax.data.pair_worker import SIDES
 from convbert_jax.data.tokenizer.pieces_model import SUFFIX
 from convbert_jax.data.tokenizer.tokenizer import (
     Tokenizer,

@@ -12,11 +12,8 @@ from absl import logging
 
 from convbert_jax import files
 from convbert_jax.config import Config, TokenizerSection, to_text
-from convbert_jax.data.corpus import metadata as corpus
-from convbert_jax.data.parallel import metadata as pairs
-from convbert_jax.data.parallel import vocabularies
+from convbert_jax.data import bucket, corpus, pair_worker, parallel_text
 from convbert_jax.data.tokenizer.tokenizer import KINDS, Tokenizer, TokenizerError, load_tokenizer
-from convbert_jax.data.units import bucket
 from convbert_jax.interop import (
     huggingface,
     huggingface_tokenizer,
@@ -396,7 +393,7 @@ def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeni
 
 def _sections(config: Config) -> list[tuple[str, TokenizerSection]]:
     """Returns (name, settings) of each vocabulary; the name of a single one is ""."""
-    return vocabularies.list_sections(config) if config.reads_pairs else [("", config.tokenizer)]
+    return pair_worker.list_sections(config) if config.reads_pairs else [("", config.tokenizer)]
 
 
 def _file_name(section: TokenizerSection) -> str:
@@ -408,6 +405,6 @@ def _prepared_fingerprints(config: Config, folder: Path) -> dict[str, str]:
     if not config.reads_pairs:
         metadata = corpus.read_metadata(folder)
         return {"": metadata["tokenizer"]} if metadata else {}
-    metadata = pairs.read_metadata(folder)
+    metadata = parallel_text.read_metadata(folder)
     names = [name for name, _ in _sections(config)]
     return dict(zip(names, metadata["tokenizers"], strict=False)) if metadata else {}

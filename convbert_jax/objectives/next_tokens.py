@@ -41,7 +41,7 @@ def shift(tokens: Int[Array, "B L"], segment_ids: Int[Array, "B L"], *, pad: int
 
     Each document is predicted from its [CLS] to its [SEP]. Positions of [SEP] have no label and
     become padding (segment 0). The [SEP] that ends a full row is no label either, because packing
-    cut the document there (`data.corpus.packing`); a model that learned it would end every text at
+    cut the document there (`data.layouts`); a model that learned it would end every text at
     the row length. All tokens except [CLS] and that [SEP] are labels.
 
     Args:

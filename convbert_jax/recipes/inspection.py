@@ -17,9 +17,9 @@ from convbert_jax import files, links
 from convbert_jax.analysis import inspection
 from convbert_jax.analysis.inspection import LayerFilters, Occurrence
 from convbert_jax.config import UserError
-from convbert_jax.data.corpus import batching
-from convbert_jax.data.tables import text_lines
-from convbert_jax.data.tasks.encoding import Rows, pad_rows
+from convbert_jax.data import batching
+from convbert_jax.data.readers import text_lines
+from convbert_jax.data.tasks.labelled_text import Rows, pad_rows
 from convbert_jax.inference import loading
 from convbert_jax.inference.model import Model, TextModel
 from convbert_jax.inference.network import NetworkOnDevice, captured, take

@@ -14,10 +14,10 @@ from absl import logging
 
 from convbert_jax import links
 from convbert_jax.config import Config, ConfigError
-from convbert_jax.data.inputs import reading
-from convbert_jax.data.inputs.input_rows import ModelInput
-from convbert_jax.data.tables.table_formats import Source
-from convbert_jax.data.tables.text_lines import Stream
+from convbert_jax.data import input_rows
+from convbert_jax.data.input_rows import ModelInput
+from convbert_jax.data.readers.tables import Source
+from convbert_jax.data.readers.text_lines import Stream
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.files import expand, replacing, try_lock, unfinished_name
 from convbert_jax.inference import loading
@@ -100,7 +100,7 @@ def _open_model(
             path=path,
         )
     config, params, tokenizer = loading.read_finetuned(path, len(texts) or None)
-    reads = reading.describe_model_input(config, texts)
+    reads = input_rows.describe_model_input(config, texts)
     dtype = _choose_dtype(config)
     predictor = make_predictor(config, params, tokenizer, dtype)
     return _Opened(config, params, (tokenizer,), reads, predictor.answer, plain=False)
@@ -118,7 +118,7 @@ def _open_writer(
             field="config.decoding.n_best",
             value=config.decoding.n_best,
         )
-    reads = reading.describe_model_input(config, texts)
+    reads = input_rows.describe_model_input(config, texts)
     dtype = _choose_dtype(config)
     tokenizers = read_tokenizers(workdir, config)
     _, params = read_mean(workdir, config)
@@ -140,8 +140,8 @@ def _predict(
     input_format: str,
 ) -> PredictionResult:
     name, opened, key, streams = given
-    chosen = reading.choose_format(name, input_format, model.reads)
-    rows = reading.open_input(opened, chosen, model.reads, key)
+    chosen = input_rows.choose_format(name, input_format, model.reads)
+    rows = input_rows.open_input(opened, chosen, model.reads, key)
     group = prediction_stream.as_they_come if streams else prediction_stream.in_full
     goes_on = not streams and not model.plain and _may_go_on(output)
     kept = unfinished_name(expand(output))

@@ -13,14 +13,13 @@ from jax.sharding import Mesh
 from convbert_jax import files, interrupts
 from convbert_jax.analysis import flops
 from convbert_jax.config import Config, UserError
-from convbert_jax.data.corpus import batching as of_corpus
-from convbert_jax.data.corpus import corpus as corpora
+from convbert_jax.data import batching as of_corpus
+from convbert_jax.data import batching as of_pairs
+from convbert_jax.data import bucket, parallel_text
+from convbert_jax.data import corpus as corpora
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.parallel import batching as of_pairs
-from convbert_jax.data.parallel import parallel_text
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.data.units import bucket
-from convbert_jax.data.units.work import Runner
+from convbert_jax.data.units import Runner
 from convbert_jax.interfaces.batch import Batch
 from convbert_jax.objectives import span_corruption
 from convbert_jax.training import consistency, sharding
@@ -209,7 +208,7 @@ def _of_pairs(config: Config, text: parallel_text.ParallelText) -> Data:
         return mesh.shape["data"] * mesh.shape["fsdp"] * config.train.accumulation
 
     def training(mesh):
-        return of_pairs.training_batches(
+        return of_pairs.pair_training_batches(
             text,
             config.parallel,
             seed=config.seed,
@@ -219,7 +218,7 @@ def _of_pairs(config: Config, text: parallel_text.ParallelText) -> Data:
         )
 
     def heldout(mesh):
-        return lambda: of_pairs.evaluation_batches(
+        return lambda: of_pairs.pair_evaluation_batches(
             text,
             config.parallel,
             row_multiple=multiple(mesh),

@@ -11,8 +11,8 @@ from etils import epath
 from convbert_jax import files, links
 from convbert_jax.analysis import overview, pretraining_report
 from convbert_jax.config import Config, UserError, network, sequences
+from convbert_jax.data import beam_pipeline
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.data.units import beam_pipeline
 from convbert_jax.inference.generation import read_mean
 from convbert_jax.interop import conversion
 from convbert_jax.interop.networks import abstract_params, outline, split

@@ -20,14 +20,14 @@ from convbert_jax.analysis.text_scores import Scores
 from convbert_jax.config import Config, ParallelSection
 from convbert_jax.config.sequences.sections import DecodingSection
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.parallel.pair_source import open_pairs
-from convbert_jax.data.parallel.parallel_text import ParallelText
-from convbert_jax.data.parallel.references import (
+from convbert_jax.data.parallel_text import (
+    ParallelText,
     References,
     check_references,
     read_heldout,
     read_whole,
 )
+from convbert_jax.data.readers.pair_sources import open_pairs
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference.generation import Writer
 from convbert_jax.training.environment import devices

@@ -24,8 +24,8 @@ from convbert_jax.config import (
     to_text,
 )
 from convbert_jax.config.sequences.sections import OF_PAIRS
-from convbert_jax.data.parallel import parallel_text
-from convbert_jax.data.sources.source import REMOTE, open_source
+from convbert_jax.data import parallel_text
+from convbert_jax.data.readers.sources import REMOTE, open_source
 from convbert_jax.interop import networks
 from convbert_jax.recipes import finetuning, start
 from convbert_jax.sweeps.table import (

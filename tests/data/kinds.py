@@ -8,13 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from convbert_jax.config import Config
-from convbert_jax.data.corpus import batching as corpus_batching
-from convbert_jax.data.corpus import corpus
-from convbert_jax.data.corpus.rows import ShardReader
-from convbert_jax.data.parallel import batching as pair_batching
-from convbert_jax.data.parallel import pair_source, parallel_text
-from convbert_jax.data.parallel.records import from_records
-from convbert_jax.data.sources import documents as documents_module
+from convbert_jax.data import batching, corpus, parallel_text
+from convbert_jax.data.readers import pair_sources, text_files
+from convbert_jax.data.shards import ShardReader, records_to_pairs
 from convbert_jax.interfaces.batch import Batch, SequenceBatch
 from tests.data.parallel.conftest import write_files
 
@@ -31,7 +27,7 @@ class CorpusKind:
 
     name, description, fields = "corpus", Batch, ("tokens", "segment_ids", "type_ids")
     prepare = staticmethod(corpus.prepare)
-    units = (corpus.preparation, "process_unit")  # the function that a worker runs
+    units = (corpus, "process_unit")  # the function that a worker runs
     source_field, heldout_field = "data.source", "data.heldout_fraction"
     validation_field = "data.validation_source"
 
@@ -62,11 +58,11 @@ class CorpusKind:
 
     def batches(self, prepared, config, *, seed=0, **arguments):
         del config
-        return corpus_batching.training_batches(prepared, batch_size=8, seed=seed, **arguments)
+        return batching.training_batches(prepared, batch_size=8, seed=seed, **arguments)
 
     def evaluation(self, prepared, config, **arguments):
         del config
-        return corpus_batching.evaluation_batches(prepared, batch_size=8, **arguments)
+        return batching.evaluation_batches(prepared, batch_size=8, **arguments)
 
     def rows(self, batch) -> list[tuple]:
         """Return the rows of a batch as `read` does, without padding."""
@@ -94,7 +90,7 @@ class PairsKind:
     def read(self, prepared, split: str) -> list[tuple]:
         shards = prepared.splits[split]
         reader = ShardReader(
-            shards.shards, prepared.id_dtype, from_records, returned=np.dtype(object)
+            shards.shards, prepared.id_dtype, records_to_pairs, returned=np.dtype(object)
         )
         rows = reader.read(np.arange(shards.rows))
         reader.close()
@@ -109,12 +105,12 @@ class PairsKind:
         return found
 
     def batches(self, prepared, config, *, seed=0, **arguments):
-        return pair_batching.training_batches(
+        return batching.pair_training_batches(
             prepared, config.parallel, seed=seed, row_multiple=4, **arguments
         )
 
     def evaluation(self, prepared, config, **arguments):
-        return pair_batching.evaluation_batches(
+        return batching.pair_evaluation_batches(
             prepared, config.parallel, row_multiple=4, **arguments
         )
 
@@ -136,5 +132,5 @@ KINDS = {"corpus": CorpusKind, "pairs": PairsKind}
 
 def small_units(patch) -> None:
     """Use small units: about five for the texts of either kind."""
-    patch.setattr(documents_module, "UNIT_BYTES", 9_000)
-    patch.setattr(pair_source, "MARK_LINES", 16)
+    patch.setattr(text_files, "UNIT_BYTES", 9_000)
+    patch.setattr(pair_sources, "MARK_LINES", 16)

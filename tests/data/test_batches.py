@@ -8,11 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from convbert_jax.data.corpus import batching as corpus_batching
-from convbert_jax.data.corpus import shards
-from convbert_jax.data.corpus.rows import ShardReader
+from convbert_jax.data import batching, shards
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.parallel import batching as pair_batching
+from convbert_jax.data.shards import ShardReader
 from convbert_jax.files import DamagedFileError
 from tests.batches import check_batch
 from tests.refusals import refused
@@ -57,7 +55,7 @@ def test_every_epoch_has_every_row_once(kind, store):
 
 @pytest.mark.parametrize("prefetch", [0, 4])
 def test_state_restores_at_any_point(kind, store, prefetch, monkeypatch):
-    monkeypatch.setattr(corpus_batching, "BLOCK_ROWS", 40)
+    monkeypatch.setattr(batching, "BLOCK_ROWS", 40)
     config, prepared = store
     batches = kind.batches(prepared, config, seed=5, prefetch=prefetch)
     states, whole = [], []
@@ -79,7 +77,7 @@ def test_batches_do_not_depend_on_read_ahead(kind, store, monkeypatch):
     config, prepared = store
     expected = take(kind.batches(prepared, config, prefetch=0), 40)
     for prefetch, block in ((1, 8192), (3, 8192), (8, 21), (100, 1), (8, 700)):
-        monkeypatch.setattr(corpus_batching, "BLOCK_ROWS", block)
+        monkeypatch.setattr(batching, "BLOCK_ROWS", block)
         assert same(take(kind.batches(prepared, config, prefetch=prefetch), 40), expected)
 
 
@@ -149,10 +147,9 @@ def test_damage_ends_a_run_at_its_beginning(kind, copied, split):
 def test_processes_verify_all_shards_between_them(kind, store, monkeypatch):
     config, prepared = store
     seen = []
-    for module in (corpus_batching, pair_batching):
-        monkeypatch.setattr(
-            module, "Verification", lambda found: seen.extend(found) or shards.Verification(())
-        )
+    monkeypatch.setattr(
+        batching, "Verification", lambda found: seen.extend(found) or shards.Verification(())
+    )
     for process in range(4):
         kind.batches(prepared, config, process_index=process, process_count=4).close()
     there = set(prepared.directory.glob("*.array_record"))

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.fidelity import squad_evaluation
 from convbert_jax.data.tasks import squad
-from convbert_jax.data.tasks.squad import Answer, Question
-from convbert_jax.data.tasks.squad_windows import Window, Windows
+from convbert_jax.data.tasks.squad import Answer, Question, Window, Windows
 from convbert_jax.finetuning import question_answering
 from convbert_jax.objectives.span_extraction import NOWHERE
 

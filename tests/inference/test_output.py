@@ -13,7 +13,7 @@ import pytest
 
 from convbert_jax.config import ConfigError, UserError
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.inputs.input_rows import InputRow
+from convbert_jax.data.input_rows import InputRow
 from convbert_jax.inference import loading
 from convbert_jax.inference import stream as prediction_stream
 from convbert_jax.inference.predictor import QuestionAnswerer

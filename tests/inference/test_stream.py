@@ -161,13 +161,13 @@ def test_a_line_in_a_line_out(models, tmp_path):
     def work():
         config, params, tokenizer = loading.read_finetuned(str(models["one"]), None)
         predictor = make_predictor(config, params, tokenizer, np.dtype(np.float32))
-        from convbert_jax.data.inputs import reading
-        from convbert_jax.data.tables.text_lines import Stream
+        from convbert_jax.data import input_rows
+        from convbert_jax.data.readers.text_lines import Stream
         from convbert_jax.inference import stream as prediction_output
 
-        reads = reading.describe_model_input(config)
+        reads = input_rows.describe_model_input(config)
         with open(source, "rb") as lines, open(target, "wb") as output:
-            rows = reading.open_input(Stream("pipe", lines), "lines", reads)
+            rows = input_rows.open_input(Stream("pipe", lines), "lines", reads)
             found["count"] = prediction_stream.predict_stream(
                 counted(rows),
                 predictor.answer,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from convbert_jax.config import TokenizerSection, UserError
 from convbert_jax.config.sequences.sections import DecodingSection
-from convbert_jax.data.inputs import reading
+from convbert_jax.data import input_rows
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference import generation, stream
 from convbert_jax.inference.generation import Writer
@@ -279,16 +279,16 @@ def test_every_text_is_dealt_once_and_batches_hold_no_more_than_asked(lengths, t
 def test_lines_and_tables_that_a_writer_reads(recipe, columns, empty, tmp_path):
     """An empty prompt is valid; an empty source is an error for that row."""
     config = config_of(recipe, parallel__columns=("aa", "bb"))
-    reads = reading.describe_model_input(config)
+    reads = input_rows.describe_model_input(config)
     assert [name for (name,) in reads.columns] == list(columns)
     (tmp_path / "a.txt").write_text(f'a b\n\n{{"{columns[0]}": "c"}}\n')
-    rows = list(reading.open_input(tmp_path / "a.txt", "lines", reads))
+    rows = list(input_rows.open_input(tmp_path / "a.txt", "lines", reads))
     assert [row.texts for row in rows] == [("a b",), ("",) if empty else (), ("c",)]
     assert [bool(row.problem) for row in rows] == [False, not empty, False]
     said = stream.describe_row(rows[0], {"prediction": "x"}, reads)
     assert said == {"id": 0, columns[0]: "a b", "prediction": "x"}
     (tmp_path / "a.csv").write_text(f"n,{columns[0]}\n1,a\n2,\n")
-    rows = list(reading.open_input(tmp_path / "a.csv", "csv", reads))
+    rows = list(input_rows.open_input(tmp_path / "a.csv", "csv", reads))
     assert [bool(row.problem) for row in rows] == [False, not empty]
     assert rows[0].others == {"n": "1"}
 
@@ -296,18 +296,20 @@ def test_lines_and_tables_that_a_writer_reads(recipe, columns, empty, tmp_path):
 def test_a_tsv_without_a_header_is_read_as_in_training(tmp_path):
     """Columns are identified by position, unless the first line names them."""
     config = config_of("translation", parallel__source="tsv:train.tsv")
-    reads = reading.describe_model_input(config)
+    reads = input_rows.describe_model_input(config)
     (tmp_path / "a.tsv").write_text("a b\tx\nc\ty\n")
-    rows = list(reading.open_input(tmp_path / "a.tsv", "tsv", reads))
+    rows = list(input_rows.open_input(tmp_path / "a.tsv", "tsv", reads))
     assert [(row.texts, row.others) for row in rows] == [
         (("a b",), {"1": "x"}),
         (("c",), {"1": "y"}),
     ]
     (tmp_path / "named.tsv").write_text("id\tsource\n7\ta b\n")
-    (row,) = reading.open_input(tmp_path / "named.tsv", "tsv", reads)
+    (row,) = input_rows.open_input(tmp_path / "named.tsv", "tsv", reads)
     assert (row.id, row.texts) == ("7", ("a b",))
-    second = reading.describe_model_input(config, texts=("1",))
-    rows = list(reading.open_input(tmp_path / "a.tsv", "tsv", second))
+    second = input_rows.describe_model_input(config, texts=("1",))
+    rows = list(input_rows.open_input(tmp_path / "a.tsv", "tsv", second))
     assert [row.texts for row in rows] == [("x",), ("y",)]
     with refused(UserError, "0, 1"):
-        reading.open_input(tmp_path / "a.tsv", "tsv", reading.describe_model_input(config, ("2",)))
+        input_rows.open_input(
+            tmp_path / "a.tsv", "tsv", input_rows.describe_model_input(config, ("2",))
+        )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convbert_jax.data.corpus.packing import PackedRows
+from convbert_jax.data.layouts import PackedRows
 from convbert_jax.interfaces.batch import LanguageBatch
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.objectives.next_tokens import shift

@@ -8,8 +8,8 @@ import pytest
 import convbert_jax
 from convbert_jax import recipes
 from convbert_jax.config import Config, from_config_dict, to_dict
-from convbert_jax.data.corpus import metadata
-from convbert_jax.data.records import write_record
+from convbert_jax.data import corpus
+from convbert_jax.data.units import write_record
 from convbert_jax.interop import conversion
 from convbert_jax.interop.matching import replace
 from convbert_jax.workdir import Workdir
@@ -76,13 +76,13 @@ def test_settings_are_chosen_again_until_rows_are_finished(config, tmp_path):
     recipes.prepare(config, tmp_path / "run")
     for file in [*folder.glob("*.array_record"), *folder.glob("units/*")]:
         file.unlink()
-    content = metadata.read_metadata(folder)
+    content = corpus.read_metadata(folder)
     english = tmp_path / "english.txt"
     english.write_text("\n\n".join(make_texts("german", 400)), encoding="utf-8")
     config = replace(config, {"data.source": f"text:{english}"})
     write_record(folder / "metadata.json", content | {"complete": False})
     recipes.prepare(config, tmp_path / "run")
-    made = metadata.read_metadata(folder)["made_from"]["tokenizer"]
+    made = corpus.read_metadata(folder)["made_from"]["tokenizer"]
     assert made["lowercase"] is True
 
 

@@ -11,8 +11,7 @@ import sacrebleu
 from convbert_jax import recipes
 from convbert_jax.analysis import text_scores
 from convbert_jax.config import UserError, from_config_dict, to_dict
-from convbert_jax.data.parallel.parallel_text import prepare
-from convbert_jax.data.parallel.references import read_heldout
+from convbert_jax.data.parallel_text import prepare, read_heldout
 from convbert_jax.interop.matching import replace
 from tests.refusals import refused
 from tests.runs import write_pairs

@@ -23,7 +23,7 @@ from convbert_jax.analysis import pretraining_report
 from convbert_jax.analysis.pretraining_report import Cloze, Number, Subword, Suspects
 from convbert_jax.analysis.text_scores import Scores
 from convbert_jax.config import Config, GeneratorSection, to_dict
-from convbert_jax.data.parallel.references import References
+from convbert_jax.data.parallel_text import References
 from convbert_jax.finetuning import score_table
 from convbert_jax.finetuning.run_files import RunResult, Setting, TaskResult
 from convbert_jax.recipes import pretraining, scoring

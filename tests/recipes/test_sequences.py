@@ -284,7 +284,7 @@ def test_a_run_knows_shapes_and_tokens_of_its_batches(run):
     data = prepared.open_data(config, Workdir(result.folder))
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     batches = data.training(mesh)
-    epoch = [next(batches) for _ in range(batches.batches_in_epoch)]
+    epoch = [next(batches) for _ in range(batches._plan.batches)]
     shapes = {batch["source"].shape for batch in epoch}
     shapes |= {next(batches)["source"].shape for _ in range(40)}
     batches.close()

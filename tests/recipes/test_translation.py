@@ -15,10 +15,9 @@ import convbert_jax
 from convbert_jax import recipes
 from convbert_jax.analysis import text_scores
 from convbert_jax.config import Config, UserError, to_dict
-from convbert_jax.data.corpus.rows import ShardReader
-from convbert_jax.data.parallel import parallel_text
-from convbert_jax.data.parallel.records import from_records
-from convbert_jax.data.parallel.references import read_heldout, read_whole
+from convbert_jax.data import parallel_text
+from convbert_jax.data.parallel_text import read_heldout, read_whole
+from convbert_jax.data.shards import ShardReader, records_to_pairs
 from convbert_jax.files import write_json
 from convbert_jax.inference import generation, stream
 from convbert_jax.interop import conversion, importing, sources
@@ -76,7 +75,7 @@ def test_raw_references_are_the_rows_that_training_holds_out(translation_config,
     everything = read_heldout(translation_config, text, 0).pairs
     source, target = text.vocabularies
     split = text.splits["validation"]
-    reader = ShardReader(split.shards, text.id_dtype, from_records, returned=np.dtype(object))
+    reader = ShardReader(split.shards, text.id_dtype, records_to_pairs, returned=np.dtype(object))
     stored = reader.read(np.arange(split.rows))
     reader.close()
     assert len(stored) == len(everything) > 24

@@ -2,15 +2,293 @@
 
 import dataclasses
 import glob
+import hashlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from absl import logging
 
 from convbert_jax.config.own_task import TaskSection
-from convbert_jax.data.errors import DataError
-from convbert_jax.data.tables.table_formats import FORMATS, ending_of
-from convbert_jax.data.tasks.labelled_text import DEFAULT_METRICS, KINDS, LabelledTask
-from convbert_jax.data.tasks.own_rows import Part, Reader, form_of
+from convbert_jax.data.errors import DataError, Location
+from convbert_jax.data.readers.tables import (
+    FORMATS,
+    BadRows,
+    TableFormat,
+    ending_of,
+    guess_format,
+    read_table,
+)
+from convbert_jax.data.tasks.labelled_text import (
+    DEFAULT_METRICS,
+    KINDS,
+    Example,
+    LabelledTask,
+    LabelReader,
+    is_unlabelled,
+    spell,
+)
+
+_HINT = "Set config.task.texts and config.task.label, or config.task.columns"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One file of a split, or the files of its columns for format "parallel"."""
+
+    path: Path | tuple[Path, ...]
+    key: str  # of the list, for format "json"
+
+    @property
+    def shown(self) -> Path:
+        return self.path if isinstance(self.path, Path) else self.path[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A usable row of a file."""
+
+    place: Location
+    id: str
+    texts: tuple[str, ...]
+    label: Any  # as in the file; None if missing
+
+
+class Reader:
+    """Reader of splits that parses the training files once for labels, training and held-out rows.
+
+    Attributes:
+      labels: names in the order of the model's outputs; () for regression.
+      spellings: how the files spell `labels`.
+    """
+
+    def __init__(
+        self,
+        section: TaskSection,
+        parts: Mapping[str, tuple[Part, ...]],
+        labels: tuple[str, ...],
+        spellings: tuple[str, ...],
+    ):
+        """Creates a reader; with `labels` of (), it uses the labels of the training rows."""
+        self._section, self._parts = section, parts
+        self._waiting: dict[str, list[Example]] = {}  # parsed splits, not read yet
+        self.labels, self.spellings = labels, spellings
+        rows = [] if labels or "train" not in parts else self._parse("train")
+        known: Sequence[Any] = spellings or [row.label for row in rows]
+        if not labels and section.kind != "regression":
+            self.labels = self.spellings = known = _list_labels(section, known)
+        # If training rows have negative labels, -1 is an ordinary label.
+        self._hides_labels = not any(_as_number(label) < 0 for label in known)
+        if rows:
+            self._waiting = self._divide(self._label(rows))
+
+    def read(self, split: str) -> list[Example]:
+        """Returns the examples of a split in the order of its files."""
+        if split not in self._waiting:
+            source = split if split in self._parts else "train"
+            rows = self._parse(source)
+            if source == "test" and self._hides_labels:
+                rows = _without_hidden_labels(rows)
+            examples = self._label(rows)
+            self._waiting |= self._divide(examples) if source == "train" else {split: examples}
+        examples = self._waiting.pop(split)
+        if not examples:
+            raise DataError(
+                f"config.task.heldout_fraction={self._section.heldout_fraction} leaves no {split} "
+                "rows. Change it, or set config.task.validation to a file.",
+                field="config.task.heldout_fraction",
+                value=self._section.heldout_fraction,
+            )
+        return examples
+
+    def _divide(self, examples: list[Example]) -> dict[str, list[Example]]:
+        """Splits training rows into training rows and held-out validation rows."""
+        fraction = self._section.heldout_fraction
+        if "validation" in self._parts or not fraction:
+            return {"train": examples}
+        splits: dict[str, list[Example]] = {"train": [], "validation": []}
+        for example in examples:
+            held_out = _is_held_out(example, fraction)
+            splits["validation" if held_out else "train"].append(example)
+        return splits
+
+    def _label(self, rows: Sequence[Row]) -> list[Example]:
+        reader = LabelReader(self._section.kind, self.spellings)
+        examples = []
+        for row in rows:
+            try:
+                label = None if row.label is None else reader.read(row.label)
+            except ValueError as error:
+                raise DataError(
+                    f"{row.place} {error}.", path=row.place.path, line=row.place.line
+                ) from None
+            examples.append(Example(row.id, row.texts, label))
+        return examples
+
+    def _parse(self, split: str) -> list[Row]:
+        """Reads the rows of all files of a split; labels are required except for "test"."""
+        section, parts, optional = self._section, self._parts[split], split == "test"
+        identity = [section.id] if section.id else []
+        wanted = [*section.texts, *identity, *([] if optional else [section.label])]
+        found: list[Row] = []
+        ids: dict[str, Location] = {}  # id -> place of its row
+        twice: list[str] = []
+        skipped = 0
+        for part in parts:
+            bad_rows = BadRows(part.shown, section.bad_rows)
+            rows = read_table(
+                part.path,
+                wanted,
+                form_of(section, part),
+                bad_rows,
+                key=part.key,
+                optional=section.label if optional else "",
+            )
+            for line, (*fields, label) in rows:
+                if problem := _problem(section, fields, label, optional):
+                    bad_rows.report(line, problem)
+                    continue
+                # Skipped rows are counted, so row numbers match the files.
+                number = len(found) + skipped + bad_rows.count
+                row_id = spell(fields[len(section.texts)]) if identity else str(number)
+                place = Location(part.shown, line)
+                if identity and ids.setdefault(row_id, place) != place:
+                    twice.append(f"'{row_id}' in {place} and {ids[row_id]}")
+                texts = tuple(_text(field) for field in fields[: len(section.texts)])
+                found.append(Row(place, row_id, texts, None if is_unlabelled(label) else label))
+            skipped += bad_rows.count
+        if twice:
+            logging.warning(
+                "%d rows have a duplicate id (config.task.id=%s): %s%s.",
+                len(twice),
+                section.id,
+                twice[0],
+                ", …" if twice[1:] else "",
+            )
+        if not found:
+            raise DataError(
+                f"{parts[0].shown} has no usable rows. Check config.task.",
+                field="config.task",
+                path=parts[0].shown,
+            )
+        return found
+
+
+def _list_labels(section: TaskSection, values: Sequence[Any]) -> tuple[str, ...]:
+    """Returns the sorted labels of the training rows."""
+    if not section.train:
+        raise DataError(
+            "config.task.labels and config.task.train are empty, so the labels are unknown. Set "
+            "config.task.labels.",
+            field="config.task.labels",
+        )
+    tagging = section.kind == "tagging"
+    labels = tuple(sorted({spell(v) for value in values for v in (value if tagging else [value])}))
+    if len(labels) < 2:
+        raise DataError(
+            f"The training rows of {section.name} need at least 2 labels but have {len(labels)} in "
+            f"column '{section.label}'. Check config.task.label.",
+            field="config.task.label",
+            value=section.label,
+        )
+    shown = ", ".join(labels[:8]) + (", …" if labels[8:] else "")
+    logging.info("%s: %d labels in the training rows: %s.", section.name, len(labels), shown)
+    return labels
+
+
+def _is_held_out(example: Example, fraction: float) -> bool:
+    """Decides by a hash of the texts, so duplicates of a text are in the same split."""
+    digest = hashlib.blake2b("\0".join(example.texts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) < fraction * 2**64
+
+
+def _without_hidden_labels(rows: Sequence[Row]) -> list[Row]:
+    """Removes the label -1, which published test sets use for hidden labels."""
+    shown = [
+        dataclasses.replace(row, label=None) if _is_minus_one(row.label) else row for row in rows
+    ]
+    hidden = sum(row.label is None for row in shown) - sum(row.label is None for row in rows)
+    if hidden:
+        logging.info(
+            "%d of %d test rows have the label -1, which means no label; the first: %s.",
+            hidden,
+            len(rows),
+            next(row.place for row in rows if _is_minus_one(row.label)),
+        )
+    return shown
+
+
+def _is_minus_one(label: Any) -> bool:
+    tags = label if isinstance(label, list) else [label]
+    return all(_as_number(tag) == -1 for tag in tags)
+
+
+def _as_number(label: Any) -> float:
+    try:
+        return float(label)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def form_of(section: TaskSection, part: Part) -> TableFormat:
+    """Returns the format of a file, from the section or from the file's suffix."""
+    return TableFormat(
+        format=guess_format(part.shown) if section.format == "auto" else section.format,
+        columns=section.columns,
+        rest_in_last=section.rest_in_last,
+        pattern=section.pattern,
+        encoding=section.encoding,
+        hint=_HINT,
+    )
+
+
+def _text(value) -> str:
+    return " ".join(value) if isinstance(value, list) else value.strip()
+
+
+def describe_problem(kind: str, names: Sequence[str], values: Sequence[Any]) -> str:
+    """Describes the first problem with the texts of a row.
+
+    Args:
+      names: columns of `values`; for tagging, one column with a list of words.
+
+    Returns:
+      A predicate for "FILE line N", or "" if the texts are valid.
+    """
+    for name, value in zip(names, values, strict=True):
+        if kind == "tagging":
+            if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+                return f"has no list of words in '{name}'"
+            if not value:
+                return f"has no words in '{name}'"
+            broken = [word for word in value if not word or word.split() != [word]]
+            if broken:
+                return f"has the word {broken[0]!r} in '{name}', which is empty or contains a space"
+        elif not isinstance(value, str):
+            return f"has {type(value).__name__} instead of text in '{name}'"
+        elif not value.strip():
+            return f"has an empty text in '{name}'"
+    return ""
+
+
+def _problem(section: TaskSection, fields, label, optional: bool) -> str:
+    """Like `describe_problem`, for a whole row."""
+    problem = describe_problem(section.kind, section.texts, fields[: len(section.texts)])
+    if problem:
+        return problem
+    if is_unlabelled(label):
+        return "" if optional else f"has no label in '{section.label}'"
+    if section.kind != "tagging" and isinstance(label, list | dict):
+        return f"has a {type(label).__name__} instead of one label in '{section.label}'"
+    if section.kind == "tagging":
+        if not isinstance(label, list):
+            return f"has no list of tags in '{section.label}'"
+        if len(label) != len(fields[0]):
+            return f"has {len(label)} tags for {len(fields[0])} words"
+    return ""
+
 
 SPLITS = ("train", "validation", "test")
 

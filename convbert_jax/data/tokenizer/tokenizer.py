@@ -10,9 +10,13 @@ import functools
 import hashlib
 import json
 import socket
+import sys
+import time
+import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -20,26 +24,82 @@ from absl import logging
 from convbert_jax import files, progress
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import TokenizerError
-from convbert_jax.data.records import read_record, write_record
-from convbert_jax.data.tokenizer import offsets, pieces_model, sentencepiece_model, wordpiece_model
+from convbert_jax.data.tokenizer import pieces_model, sentencepiece_model, wordpiece_model
 from convbert_jax.data.tokenizer.normalization import (
+    check_tokenizer,
     choose_normalization,
     describe_normalization,
     refuse_lost_letters,
     told_normalization,
     unresolved,
 )
-from convbert_jax.data.tokenizer.vocabulary_checks import check_tokenizer
+from convbert_jax.data.units import write_record
 from convbert_jax.interfaces.special_ids import SENTINEL, SpecialIds
 
-__all__ = [
-    "Tokenizer",
-    "check_tokenizer",
-    "follow_file",
-    "load_tokenizer",
-    "settle_normalization",
-    "train_tokenizer",
-]
+
+def fit_offsets(text: str, offsets) -> np.ndarray:
+    """Adjusts token offsets to visible characters.
+
+    No token begins or ends with white space or an invisible character. Marks (accents) stay with
+    the preceding character. A character that is split into several tokens belongs to all of them.
+    A token without visible characters is empty.
+
+    Args:
+      offsets: (begin, end) pairs from the vocabulary, in characters of `text`.
+
+    Returns:
+      [n, 2] int32: begin and end (exclusive) of each token in `text`; both never decrease.
+    """
+    pairs = np.asarray(offsets, np.int64).reshape(-1, 2)
+    if not len(pairs):
+        return pairs.astype(np.int32)
+    kinds = _kinds()[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)]
+    places = np.arange(len(kinds) + 1)
+    visible = np.append(kinds != _HIDDEN, True)
+    bare = np.append(kinds != _MARK, True)
+    next_visible = _next(places, visible)
+    next_bare = _next(places, bare)
+    # Exclusive end of the last visible character before each place.
+    before = np.maximum.accumulate(np.where(visible, places + 1, 0))
+    after_visible = np.concatenate([[0], before[:-1]])
+
+    begin, end = pairs.T
+    begin = np.minimum(next_visible[begin], np.maximum(begin, end))
+    # A token that is part of a character is reported as empty.
+    whole = (pairs[:, 0] == pairs[:, 1]) & (begin < len(kinds)) & visible[begin]
+    end = np.where(whole, end + 1, np.maximum(after_visible[end], begin))
+    end = np.where(end > begin, next_bare[end], end)
+    return np.maximum.accumulate(np.stack([begin, end], axis=1), axis=0).astype(np.int32)
+
+
+def cover(offsets: np.ndarray, begin: int, end: int) -> tuple[int, int] | None:
+    """Returns (first, last) token that overlap the characters [begin, end), or None."""
+    first = int(np.searchsorted(offsets[:, 1], begin, side="right"))
+    last = int(np.searchsorted(offsets[:, 0], end, side="left")) - 1
+    return (first, last) if first <= last else None
+
+
+_HIDDEN, _MARK = 1, 2
+
+
+@functools.cache
+def _kinds() -> np.ndarray:
+    """Returns the kind of each code point: _HIDDEN (white space, control), _MARK or 0."""
+    kinds = np.zeros(sys.maxunicode + 1, np.uint8)
+    for code in range(sys.maxunicode + 1):
+        category = unicodedata.category(chr(code))
+        if category[0] == "Z" or category in ("Cc", "Cf"):
+            kinds[code] = _HIDDEN
+        elif category[0] == "M":
+            kinds[code] = _MARK
+    return kinds
+
+
+def _next(places: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Returns the nearest wanted place at or after each place; the last one is always wanted."""
+    found = np.where(wanted, places, len(places) - 1)
+    return np.minimum.accumulate(found[::-1])[::-1]
+
 
 KINDS = {
     "sentencepiece": sentencepiece_model,
@@ -159,7 +219,7 @@ class Tokenizer:
         """
         found = self._vocabulary.encode_with_offsets(texts)
         return [
-            (ids, offsets.fit(text, places))
+            (ids, fit_offsets(text, places))
             for text, (ids, places) in zip(texts, found, strict=True)
         ]
 
@@ -277,6 +337,41 @@ def train_tokenizer(texts: Iterable[str], section: TokenizerSection, directory: 
     return Tokenizer(section, path)
 
 
+def make_tokenizer(
+    section: TokenizerSection,
+    directory: Path,
+    checked: Sequence[str],
+    sample: Callable[[int], Iterable[str]],
+    *,
+    is_generative: bool,
+) -> Tokenizer:
+    """Loads the vocabulary at `section.path`, or trains one into `directory`, and checks it.
+
+    Args:
+      checked: texts to choose the normalization for and to check the vocabulary on.
+      sample: returns about a number of bytes of text to train on.
+      is_generative: see `choose_normalization`.
+
+    Raises:
+      TokenizerError: the vocabulary cannot be trained, or fails the check.
+    """
+    if section.path:
+        tokenizer = load_tokenizer(section, directory)
+    else:
+        section = settle_normalization(section, checked, is_generative=is_generative)
+        started = time.monotonic()
+        logging.info("Training a %s vocabulary of %d entries.", section.kind, section.vocab_size)
+        tokenizer = train_tokenizer(sample(section.train_megabytes * 1_000_000), section, directory)
+        logging.info("Trained %s in %.0f s.", tokenizer.path, time.monotonic() - started)
+    check_tokenizer(tokenizer, checked)
+    return tokenizer
+
+
+def describe_tokenizer(section: TokenizerSection) -> dict[str, Any]:
+    """Returns the path of a vocabulary, whose content is compared later, or its settings."""
+    return {"path": section.path} if section.path else training_settings(section)
+
+
 def training_settings(section: TokenizerSection) -> dict:
     """Returns the fields of `section` that affect a trained vocabulary."""
     names = ["kind", "vocab_size", "lowercase", "strip_accents", "normalization"]
@@ -381,7 +476,7 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
                 path=directory,
             )
         remedy = f"restore a copy, or delete {directory} and prepare it again"
-        there = read_record(Path(directory) / SETTINGS, remedy=remedy, fields=SETTINGS_FIELDS)
+        there = files.read_json(Path(directory) / SETTINGS, remedy=remedy, fields=SETTINGS_FIELDS)
         section = dataclasses.replace(
             section, **{name: there[name] for name in unresolved(section)}
         )

@@ -25,8 +25,8 @@ from convbert_jax.analysis.pretraining_report import (
     pair_subwords,
 )
 from convbert_jax.config import Config
-from convbert_jax.data.corpus import batching
-from convbert_jax.data.corpus.corpus import Corpus
+from convbert_jax.data import batching
+from convbert_jax.data.corpus import Corpus
 from convbert_jax.models import build
 from convbert_jax.models.networks import MODELS
 from convbert_jax.objectives import masked_lm, replaced_token

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from convbert_jax import progress
 from convbert_jax.config import Config
-from convbert_jax.data.corpus import preparation
-from convbert_jax.data.corpus.batching import evaluation_batches, training_batches
-from convbert_jax.data.corpus.corpus import prepare
-from convbert_jax.data.corpus.rows import ShardReader
+from convbert_jax.data.batching import evaluation_batches, training_batches
+from convbert_jax.data.corpus import prepare
 from convbert_jax.data.errors import DataError, TokenizerError
-from convbert_jax.data.sources.documents import cut_document
+from convbert_jax.data.readers.text_files import cut_document
+from convbert_jax.data.shards import ShardReader
 from tests.refusals import refused
 
 
@@ -87,7 +86,7 @@ def test_undecodable_text_ends_it_and_keeps_what_is_done(
     model = prepare(config, tmp_path / "model").tokenizer.path
     begun = {line.split()[0] for line in caplog.messages if " s" in line}
     assert begun >= {"Reading", "Training", "Tokenizing:"}
-    monkeypatch.setattr(preparation, "CHECKED_BYTES", 3000)  # stops before the bad text
+    monkeypatch.setattr("convbert_jax.data.corpus.CHECKED_BYTES", 3000)  # stops before the bad text
     with corpus_file.open("ab") as file:
         file.write(b"\n\nbad \xff text " + "漢字\n".encode())
     config = change(config, data={"workers": 2}, tokenizer={"path": str(model)})
@@ -155,26 +154,6 @@ def test_electra_layout(config, change, tmp_path, release_bug):
     other = change(config, data=fields | {"release_builder_bug": not release_bug})
     with refused(DataError, "layout", path=tmp_path / "prepared"):
         prepare(other, tmp_path / "prepared")
-
-
-def test_shards_without_checksums_open_with_a_warning(copied_corpus, caplog):
-    config, folder = copied_corpus
-    before = prepare(config, folder).fingerprint
-    path = folder / "metadata.json"
-    content = json.loads(path.read_text())
-    del content["crc32"]
-    for split in content["splits"].values():
-        split["shards"] = [shard[:3] for shard in split["shards"]]
-    path.write_text(json.dumps(content))
-    old = prepare(config, folder)
-    assert old.fingerprint == before
-    assert set(old.splits["train"].checksums) == {None}
-    caplog.clear()
-    batches = training_batches(old, batch_size=4, seed=0)
-    next(batches)
-    batches.close()
-    assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
-    list(evaluation_batches(old, batch_size=4))
 
 
 @pytest.fixture

@@ -11,12 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.config import ConfigError, from_config_dict, to_dict
-from convbert_jax.data.corpus.batching import evaluation_batches, training_batches
-from convbert_jax.data.corpus.corpus import prepare
-from convbert_jax.data.corpus.packing import ElectraRows, PackedRows
-from convbert_jax.data.corpus.pairs import FOLLOWS, OTHER, UNLABELLED, PairRows, split_sentences
-from convbert_jax.data.corpus.rows import from_records, row_dtype, to_records
+from convbert_jax.data.batching import evaluation_batches, training_batches
+from convbert_jax.data.corpus import prepare
 from convbert_jax.data.errors import DataError
+from convbert_jax.data.layouts import (
+    FOLLOWS,
+    OTHER,
+    UNLABELLED,
+    ElectraRows,
+    PackedRows,
+    PairRows,
+    split_sentences,
+)
+from convbert_jax.data.shards import from_records, row_dtype, to_records
 from convbert_jax.interfaces.batch import PairBatch
 from convbert_jax.interfaces.special_ids import SpecialIds
 from tests.batches import check_batch

@@ -9,12 +9,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convbert_jax.data.corpus import unit_worker
-from convbert_jax.data.corpus.batching import training_batches
-from convbert_jax.data.corpus.corpus import prepare
-from convbert_jax.data.corpus.rows import ShardReader
-from convbert_jax.data.corpus.shuffling import BLOCK, release_order, shuffled
+from convbert_jax.data import layouts
+from convbert_jax.data.batching import training_batches
+from convbert_jax.data.corpus import prepare
 from convbert_jax.data.errors import DataError
+from convbert_jax.data.samplers import BLOCK, release_order, shuffled
+from convbert_jax.data.shards import ShardReader
 from tests.refusals import refused
 
 
@@ -109,7 +109,7 @@ def test_a_batch_is_of_as_many_documents_as_in_the_official_code():
 
 def test_rows_are_dealt_to_files_and_four_are_read_in_turn(monkeypatch):
     """Without the shuffle buffer, each lane reads whole files in the order written."""
-    monkeypatch.setattr("convbert_jax.data.corpus.shuffling.BUFFER", 1)
+    monkeypatch.setattr("convbert_jax.data.samplers.BUFFER", 1)
     size, files = 25_300, 1000
     rows = release_order([size], 3)(np.arange(4 * size))
     for lane in range(4):
@@ -192,7 +192,7 @@ def test_shuffled_documents(config, change, tmp_path, small_units, contents, mon
 
     prepare(change(config, data={"workers": 2}), tmp_path / "two")
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
-    monkeypatch.setattr(unit_worker, "SHUFFLED_CHARACTERS", 3000)
+    monkeypatch.setattr(layouts, "SHUFFLED_CHARACTERS", 3000)
     short = prepare(config, tmp_path / "short")
     for name in ("train", "validation"):
         assert short.splits[name].documents == whole.splits[name].documents

@@ -12,7 +12,7 @@ from convbert_jax.config import (
     SequenceSection,
     TokenizerSection,
 )
-from convbert_jax.data.parallel.parallel_text import prepare
+from convbert_jax.data.parallel_text import prepare
 
 
 def make_pairs(count: int, seed: int = 0) -> list[tuple[str, str]]:

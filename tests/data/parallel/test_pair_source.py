@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.config import ParallelSection
+from convbert_jax.data import pair_worker
 from convbert_jax.data.errors import DataError, Location
-from convbert_jax.data.parallel import pair_source, vocabularies
-from convbert_jax.data.parallel.pair_source import open_pairs
-from convbert_jax.data.sources import documents
-from convbert_jax.data.tables.table_formats import Fault
+from convbert_jax.data.readers import pair_sources, text_files
+from convbert_jax.data.readers.pair_sources import open_pairs
+from convbert_jax.data.readers.tables import Fault
 from tests.data.parallel.conftest import make_pairs, write_files
 from tests.data.tfds_sets import prepare_tfds
 from tests.refusals import refused
@@ -82,11 +82,11 @@ SOURCES = {
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_pair_comes_once_in_order(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(pair_source, "MARK_LINES", 4)
+    monkeypatch.setattr(pair_sources, "MARK_LINES", 4)
     make, columns, first = SOURCES[kind]
     spec, section = make(tmp_path), ParallelSection(columns=columns)
     for unit_bytes in (10, 700, 10**6):
-        monkeypatch.setattr(documents, "UNIT_BYTES", unit_bytes)
+        monkeypatch.setattr(text_files, "UNIT_BYTES", unit_bytes)
         source = open_pairs(spec, section)
         found = read(source)
         assert [pair for _, pair in found] == PAIRS
@@ -220,7 +220,7 @@ def test_sources_that_cannot_be_read(tmp_path, make_config):
     config = make_config(f"jsonl:{tmp_path}/a.tsv")  # every line is invalid
     source = open_pairs(config.parallel.source, config.parallel)
     with refused(DataError, "tsv line 1", "JSON", field="config.parallel.source"):
-        vocabularies.make(config, tmp_path, source)
+        pair_worker.make(config, tmp_path, source)
 
 
 def test_the_fingerprint_is_of_the_content(tmp_path):

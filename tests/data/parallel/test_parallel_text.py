@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 
 from convbert_jax.config import ConfigError, from_config_dict
+from convbert_jax.data.batching import (
+    list_shapes,
+    make_plan,
+    pair_evaluation_batches,
+    pair_training_batches,
+)
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.parallel.batching import evaluation_batches, list_shapes, training_batches
-from convbert_jax.data.parallel.parallel_text import prepare
-from convbert_jax.data.parallel.records import Pair, from_records, id_dtype, to_records
+from convbert_jax.data.parallel_text import prepare
+from convbert_jax.data.shards import Pair, id_dtype, pairs_to_records, records_to_pairs
 from tests.data.kinds import PairsKind, changed
 from tests.data.parallel.conftest import write_files
 from tests.refusals import refused
@@ -32,12 +37,12 @@ def texts_of(text, rows):
 def test_records_come_back(vocab):
     dtype = id_dtype(vocab, 50)
     pairs = [Pair(np.array([1, vocab - 1]), np.array([3]), "ä b", "c"), Pair(np.array([7]), [])]
-    back = from_records(to_records(pairs, dtype), dtype)
+    back = records_to_pairs(pairs_to_records(pairs, dtype), dtype)
     assert [row.source.tolist() for row in back] == [[1, vocab - 1], [7]]
     assert [row.target.tolist() for row in back] == [[3], []]
     assert [(row.source_text, row.target_text) for row in back] == [("ä b", "c"), ("", "")]
     with pytest.raises(ValueError):  # noqa: PT011  (internal error, not a user error)
-        from_records([to_records(pairs, dtype)[0] + b"x"], dtype)
+        records_to_pairs([pairs_to_records(pairs, dtype)[0] + b"x"], dtype)
 
 
 def test_bad_pairs_are_counted_and_the_first_is_named(pairs, make_config, tmp_path, caplog):
@@ -140,9 +145,9 @@ def test_batches_have_few_shapes_and_the_labels_of_their_texts(prepared):
     section = config.parallel
     shapes = {(s.rows, s.source, s.target) for s in list_shapes(text, section, 2)}
     assert 1 < len(shapes) <= section.shapes
-    batches = training_batches(text, section, seed=3, row_multiple=2)
+    batches = pair_training_batches(text, section, seed=3, row_multiple=2)
     special = text.vocabularies.target.special
-    for batch in take(batches, batches.batches_in_epoch):
+    for batch in take(batches, make_plan(text, section, 3, 2).batches):
         assert (*batch["source"].shape, batch["tokens"].shape[1]) in shapes
         for row, size in enumerate((batch["segment_ids"] != 0).sum(axis=1)):
             if not size:
@@ -161,7 +166,7 @@ def test_batches_have_few_shapes_and_the_labels_of_their_texts(prepared):
 def test_other_devices_go_on_with_the_batches_that_there_were(prepared, prefetch):
     config, text = prepared
     # Fewer rows than the current shapes, as in a run on other devices.
-    began = training_batches(text, config.parallel, seed=5, prefetch=0)
+    began = pair_training_batches(text, config.parallel, seed=5, prefetch=0)
     shapes = [[s.rows - 2, s.source, s.target] for s in list_shapes(text, config.parallel)]
     state = began.get_state() | {"shapes": shapes}
     began.set_state(state)
@@ -170,12 +175,14 @@ def test_other_devices_go_on_with_the_batches_that_there_were(prepared, prefetch
     began.close()
     assert {len(batch["tokens"]) for batch in whole} <= {rows for rows, *_ in shapes}
     assert later["shapes"] == shapes
-    batches = training_batches(text, config.parallel, seed=5, row_multiple=2, prefetch=prefetch)
+    batches = pair_training_batches(
+        text, config.parallel, seed=5, row_multiple=2, prefetch=prefetch
+    )
     batches.set_state(state)
     assert same(list(itertools.islice(batches, 5)), whole)
     assert batches.get_state() == later
     batches.close()
-    many = training_batches(text, config.parallel, seed=5, row_multiple=4, prefetch=prefetch)
+    many = pair_training_batches(text, config.parallel, seed=5, row_multiple=4, prefetch=prefetch)
     with refused(DataError, 4, field="config.train.accumulation"):
         many.set_state(state)
     many.close()
@@ -186,8 +193,8 @@ def test_texts_are_cut_anew_in_each_epoch(kind, pairs, make_config, tmp_path):
     text = prepare(config, tmp_path / "prepared")
 
     def run(skipped=0):
-        batches = training_batches(text, config.parallel, seed=1)
-        count = batches.batches_in_epoch
+        batches = pair_training_batches(text, config.parallel, seed=1)
+        count = make_plan(text, config.parallel, 1).batches
         batches.set_state(batches.get_state() | {"next_batch": skipped})
         return take(batches, 2 * count - skipped), count
 
@@ -200,7 +207,7 @@ def test_texts_are_cut_anew_in_each_epoch(kind, pairs, make_config, tmp_path):
     # The same texts, now cut into other pieces.
     first, second = (texts_of(text, epoch) for epoch in epochs)
     assert first == second
-    held = [row for b in evaluation_batches(text, config.parallel) for row in kind.rows(b)]
+    held = [row for b in pair_evaluation_batches(text, config.parallel) for row in kind.rows(b)]
     assert first + texts_of(text, held) == collections.Counter(pairs)
     pieces = [sum(len(source) + 1 for source, _ in epoch) for epoch in epochs]
     assert pieces[0] != pieces[1]
@@ -212,8 +219,12 @@ def test_documents_that_are_too_long_are_drawn_anew_too(kind, pairs, make_config
     spec = write_files(tmp_path, [*pairs[:60], (document, "only this")])
     config = make_config(spec, sampling=0.3, max_length=64, cut_sources=True, heldout_fraction=0.05)
     text = prepare(config, tmp_path / "prepared")
-    batches = training_batches(text, config.parallel, seed=1)
-    rows = [row for b in take(batches, 3 * batches.batches_in_epoch) for row in kind.rows(b)]
+    batches = pair_training_batches(text, config.parallel, seed=1)
+    rows = [
+        row
+        for b in take(batches, 3 * make_plan(text, config.parallel, 1).batches)
+        for row in kind.rows(b)
+    ]
     drawn = [source for source, _ in rows if len(source) == 63]
     assert len(drawn) == 3
     assert len(set(drawn)) > 1

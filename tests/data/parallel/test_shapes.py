@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.parallel.shapes import Plan, choose_shapes, shape_of_rows
+from convbert_jax.data.samplers import Plan, choose_shapes, shape_of_rows
 from tests.refusals import refused
 
 PAIR = st.tuples(st.integers(1, 60), st.integers(1, 60))

@@ -13,9 +13,8 @@ import pytest
 
 from convbert_jax.config import DataSection
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.sources import docstrings, indexed_rows
-from convbert_jax.data.sources import documents as documents_module
-from convbert_jax.data.sources.source import open_source
+from convbert_jax.data.readers import indexed_rows, sources, text_files
+from convbert_jax.data.readers.sources import open_source
 from tests.data.tfds_sets import prepare_tfds
 from tests.refusals import refused
 
@@ -38,20 +37,20 @@ def write_parquet(path, texts):
 
 
 def test_docstrings_are_there_in_a_fixed_order(monkeypatch):
-    monkeypatch.setattr(docstrings, "SOURCE_BYTES", 1_500_000)
-    monkeypatch.setattr(docstrings, "UNIT_SOURCE_BYTES", 500_000)
+    monkeypatch.setattr(sources, "SOURCE_BYTES", 1_500_000)
+    monkeypatch.setattr(sources, "UNIT_SOURCE_BYTES", 500_000)
     source = open_source(DataSection(), "docstrings")
     assert len(source.units) >= 2
     first = read("docstrings")
     source = pickle.loads(pickle.dumps(source))
     assert first == [text for unit in source.units for text in source.documents(unit, None)]
     assert sum(map(len, first)) > 100_000
-    assert all(len(text) >= docstrings.SHORTEST // 2 for text in first)
+    assert all(len(text) >= sources.SHORTEST // 2 for text in first)
     assert not any(text.startswith(">>>") or "\n>>>" in text for text in first)
     code = b'"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        "Method."\n'
     code += b'        return """no docstring"""\nx = """none either"""\n'
-    assert list(docstrings._docstrings(code)) == ["Module.", "Class.", "Method."]
-    assert list(docstrings._docstrings(b'"""Broken."""\ndef (:')) == []
+    assert list(sources._docstrings(code)) == ["Module.", "Class.", "Method."]
+    assert list(sources._docstrings(b'"""Broken."""\ndef (:')) == []
 
 
 # --- Hub ---
@@ -149,7 +148,7 @@ def tfds_folder(documents, tmp_path_factory):
 
 
 def test_tfds_directory(tfds_folder, documents, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents_module, "UNIT_BYTES", 4_000)
+    monkeypatch.setattr(text_files, "UNIT_BYTES", 4_000)
     spec = f"tfds:{tfds_folder}"
     source = open_source(DataSection(), spec)
     assert len(source.units) > 4

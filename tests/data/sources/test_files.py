@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from convbert_jax.config import DataSection
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.sources import documents as documents_module
-from convbert_jax.data.sources import text_files, text_formats
-from convbert_jax.data.sources.source import open_source
+from convbert_jax.data.readers import text_files
+from convbert_jax.data.readers.sources import open_source
 from tests.refusals import refused
 
 
@@ -47,9 +46,8 @@ def packed(content: bytes) -> bytes:
 @pytest.fixture
 def small_units(monkeypatch):
     """Use units of 2 kB and documents of at most 1 kB."""
-    monkeypatch.setattr(documents_module, "UNIT_BYTES", 2_000)
-    for module in (documents_module, text_files, text_formats):
-        monkeypatch.setattr(module, "LONGEST", 1_000)
+    monkeypatch.setattr(text_files, "UNIT_BYTES", 2_000)
+    monkeypatch.setattr(text_files, "LONGEST", 1_000)
 
 
 JSONL = '{"text": "one"}\n{"text": "two"}\n'
@@ -274,7 +272,7 @@ def test_units_cut_a_file_between_documents(tmp_path_factory, name, sizes, seed)
     whole = read(f"text:{path}", format=name)
     assert len(whole) == len(texts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents_module, "UNIT_BYTES", 100 + 37 * seed)
+        patch.setattr(text_files, "UNIT_BYTES", 100 + 37 * seed)
         source = open_source(DataSection(format=name), f"text:{path}")
         parts = [list(source.documents(unit)) for unit in source.units]
     assert [text for part in parts for text in part] == whole
@@ -297,8 +295,8 @@ def test_units_of_many_and_of_large_files(tmp_path, documents, small_units, monk
     copy = pickle.loads(pickle.dumps(source))
     texts = [text for unit in copy.units for text in copy.documents(unit)]
     assert texts == documents[:100]
-    monkeypatch.setattr(documents_module, "UNIT_BYTES", 10)
-    monkeypatch.setattr(documents_module, "MOST_UNITS", 7)
+    monkeypatch.setattr(text_files, "UNIT_BYTES", 10)
+    monkeypatch.setattr(text_files, "MOST_UNITS", 7)
     spec = write(tmp_path / "large", {"a.txt": "some words\n" * 1000})
     assert len(open_source(DataSection(format="lines"), spec).units) <= 7
 

@@ -9,12 +9,11 @@ import pytest
 from convbert_jax.config import ConfigError, DataSection, ParallelSection, from_config_dict
 from convbert_jax.config.own_task import TaskSection
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.parallel.pair_source import open_pairs
-from convbert_jax.data.sources import documents as documents_module
-from convbert_jax.data.sources import text_files, text_formats
-from convbert_jax.data.sources.source import open_source
-from convbert_jax.data.tables.encodings import guess_encoding
-from convbert_jax.data.tables.table_formats import Fault
+from convbert_jax.data.readers import text_files
+from convbert_jax.data.readers.pair_sources import open_pairs
+from convbert_jax.data.readers.sources import open_source
+from convbert_jax.data.readers.tables import Fault
+from convbert_jax.data.readers.text_lines import guess_encoding
 from convbert_jax.data.tasks.own_task import open_task
 from tests.refusals import refused
 
@@ -83,9 +82,8 @@ def test_a_file_is_read_by_its_encoding(encoding, tmp_path, monkeypatch):
         assert isinstance(fault, Fault)
         assert encoding in fault.problem or "csv:" in spec
 
-    monkeypatch.setattr(documents_module, "UNIT_BYTES", 2_000)
-    for module in (documents_module, text_files, text_formats):
-        monkeypatch.setattr(module, "LONGEST", 1_000)
+    monkeypatch.setattr(text_files, "UNIT_BYTES", 2_000)
+    monkeypatch.setattr(text_files, "LONGEST", 1_000)
     word = max(first.split(), key=len)
     path.write_bytes(f"{word * 1000}\n{second}\n".encode(encoding) * 3)
     found = read(path, format="lines", encoding=encoding)

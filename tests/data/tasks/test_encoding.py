@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convbert_jax.data.tasks import encoding, length_buckets
-from convbert_jax.data.tasks.encoding import IGNORED, Rows
+from convbert_jax.data import samplers
+from convbert_jax.data.tasks import labelled_text
+from convbert_jax.data.tasks.labelled_text import IGNORED, Rows
 from convbert_jax.interfaces.special_ids import SpecialIds
 
 
@@ -32,7 +33,7 @@ def pop_the_longer(first, second, budget):
 @given(st.text("ab", max_size=30), st.text("cd", max_size=30), st.integers(8, 24))
 @settings(max_examples=100)
 def test_pairs_lose_the_end_of_the_longer_text(first, second, length):
-    encoded = encoding.encode_texts(Letters(), [(first, second)], length=length)
+    encoded = labelled_text.encode_texts(Letters(), [(first, second)], length=length)
     kept = pop_the_longer(first.encode(), second.encode(), length - 3)
     row = [2, *kept[0], 3, *kept[1], 3]
     rows = encoded.rows
@@ -44,20 +45,20 @@ def test_pairs_lose_the_end_of_the_longer_text(first, second, length):
 
 
 def test_single_texts_and_one_segment_type():
-    encoded = encoding.encode_texts(Letters(), [("abcdefgh",), ("ab",)], length=8)
+    encoded = labelled_text.encode_texts(Letters(), [("abcdefgh",), ("ab",)], length=8)
     assert encoded.rows.by_token["tokens"].tolist() == [
         [2, *b"abcdef", 3],
         [2, *b"ab", 3, 0, 0, 0, 0],
     ]
     assert encoded.truncated == 1
     assert not encoded.rows.by_token["type_ids"].any()
-    pair = encoding.encode_texts(Letters(), [("ab", "cd")], length=8, types=1)
+    pair = labelled_text.encode_texts(Letters(), [("ab", "cd")], length=8, types=1)
     assert not pair.rows.by_token["type_ids"].any()
 
 
 def test_tags_stand_on_the_first_token_of_a_word():
     words = [["ab", "c", "\u200b"], ["ab"] * 9]
-    encoded = encoding.encode_words(Letters(), words, [(5, 6, 7), None], length=8)
+    encoded = labelled_text.encode_words(Letters(), words, [(5, 6, 7), None], length=8)
     rows = encoded.rows.by_token
     assert rows["tokens"][0].tolist() == [2, *b"abc", 1, 3, 0, 0]
     assert rows["tags"][0].tolist() == [-1, 5, -1, 6, 7, -1, -1, -1]
@@ -86,7 +87,7 @@ lengths_of_rows = st.lists(st.integers(2, 32), min_size=1, max_size=60).map(np.a
 @settings(max_examples=100)
 def test_an_epoch_has_every_row_once(lengths, batch_size, seed, epoch):
     buckets = (8, 16, 32)
-    batches = length_buckets.epoch_batches(lengths, buckets, batch_size, seed=seed, epoch=epoch)
+    batches = samplers.epoch_batches(lengths, buckets, batch_size, seed=seed, epoch=epoch)
     seen = np.concatenate([index for _, index in batches])
     assert sorted(seen[seen >= 0]) == list(range(len(lengths)))
     assert len(batches) == -(-len(lengths) // batch_size)
@@ -103,7 +104,7 @@ def test_an_epoch_has_every_row_once(lengths, batch_size, seed, epoch):
 @settings(max_examples=50)
 def test_lengths_come_in_the_same_order_for_every_seed(lengths, batch_size):
     first, second = (
-        length_buckets.epoch_batches(lengths, (8, 16, 32), batch_size, seed=seed, epoch=2)
+        samplers.epoch_batches(lengths, (8, 16, 32), batch_size, seed=seed, epoch=2)
         for seed in (1, 2)
     )
     assert [length for length, _ in first] == [length for length, _ in second]
@@ -113,7 +114,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     orders = []
     for seed, epoch in ((0, 0), (0, 1), (1, 0), (0, 0)):
         lengths = np.full(50, 5)
-        batches = length_buckets.epoch_batches(lengths, (8,), 10, seed=seed, epoch=epoch)
+        batches = samplers.epoch_batches(lengths, (8,), 10, seed=seed, epoch=epoch)
         orders.append(np.concatenate([index for _, index in batches]).tolist())
     assert orders[0] == orders[3]
     assert orders[0] not in orders[1:3]
@@ -123,7 +124,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 @settings(max_examples=80)
 def test_evaluation_has_every_row_once(lengths, batch_sizes):
     """Each bucket may have a different batch size."""
-    batches = length_buckets.evaluation_batches(lengths, (8, 16, 32), batch_sizes)
+    batches = samplers.evaluation_batches(lengths, (8, 16, 32), batch_sizes)
     seen = np.concatenate([index for _, index in batches])
     assert sorted(seen[seen >= 0]) == list(range(len(lengths)))
     sizes = dict(zip((8, 16, 32), batch_sizes, strict=True)) if batch_sizes == (5, 3, 1) else {}
@@ -134,7 +135,7 @@ def test_evaluation_has_every_row_once(lengths, batch_sizes):
 
 def test_the_release_mixes_within_a_buffer_of_100():
     """Rows and fillers are mixed within the buffer and repeated, so counts stay balanced."""
-    stream = length_buckets.release_batches(37, 128, 8, seed=3)
+    stream = samplers.release_batches(37, 128, 8, seed=3)
     drawn = [next(stream) for _ in range(200)]
     assert {length for length, _ in drawn} == {128}
     counts = collections.Counter(np.concatenate([index for _, index in drawn]).tolist())
@@ -145,5 +146,5 @@ def test_the_release_mixes_within_a_buffer_of_100():
 
 
 def test_only_lengths_below_the_longest_are_buckets():
-    assert length_buckets.choose_buckets((64, 32, 128, 512), 128) == (32, 64, 128)
-    assert length_buckets.choose_buckets((), 50) == (50,)
+    assert samplers.choose_buckets((64, 32, 128, 512), 128) == (32, 64, 128)
+    assert samplers.choose_buckets((), 50) == (50,)

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.public_data import TEXT_FOLDERS
 from convbert_jax.config.own_task import TaskSection
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.tables.table_files import read_table
-from convbert_jax.data.tasks import own_rows
+from convbert_jax.data.readers.tables import read_table
+from convbert_jax.data.tasks import own_task
 from convbert_jax.data.tasks.labelled_text import require_labels
 from convbert_jax.data.tasks.own_task import open_task
 from tests.refusals import refused
@@ -131,7 +131,7 @@ def test_training_files_are_parsed_once(task, monkeypatch):
     """Labels, training rows and held-out rows come from one pass."""
     opened = []
     monkeypatch.setattr(
-        own_rows,
+        own_task,
         "read_table",
         lambda *args, **fields: opened.append(1) or read_table(*args, **fields),
     )

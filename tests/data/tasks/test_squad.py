@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.tasks import squad
-from convbert_jax.data.tasks.squad import Answer, Question
-from convbert_jax.data.tasks.squad_windows import cut, make_windows, most_context
+from convbert_jax.data.tasks.squad import Answer, Question, cut, make_windows, most_context
 from tests.data.tfds_sets import prepare_tfds
 from tests.refusals import refused
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import DataError, TokenizerError
-from convbert_jax.data.tokenizer.offsets import cover, fit
 from convbert_jax.data.tokenizer.tokenizer import (
     check_tokenizer,
+    cover,
+    fit_offsets,
     follow_file,
     load_tokenizer,
     train_tokenizer,
@@ -268,5 +269,5 @@ def test_words_come_back_exactly(tokenizer):
 
 
 def test_offsets_of_nothing():
-    assert fit("", []).shape == (0, 2)
-    assert cover(fit("  ", [(0, 2)]), 0, 2) is None
+    assert fit_offsets("", []).shape == (0, 2)
+    assert cover(fit_offsets("  ", [(0, 2)]), 0, 2) is None

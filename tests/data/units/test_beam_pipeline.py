@@ -9,12 +9,10 @@ import sys
 import pytest
 
 from convbert_jax import progress
-from convbert_jax.data.corpus import preparation
-from convbert_jax.data.corpus.corpus import prepare
+from convbert_jax.data import beam_pipeline, corpus, prepared
+from convbert_jax.data.corpus import prepare
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.units import beam_pipeline
-from convbert_jax.data.units import lock as locks
-from convbert_jax.data.units.work import Work, do_units
+from convbert_jax.data.units import Work, do_units
 from tests.refusals import refused
 from tests.running import NO_BEAM
 
@@ -102,7 +100,7 @@ def test_from_the_command_line(corpus_file, tmp_path, contents, runner):
 def test_a_unit_that_cannot_be_done_is_the_same_error(
     config, change, corpus_file, tmp_path, small_units, monkeypatch, runner, options
 ):
-    monkeypatch.setattr(preparation, "CHECKED_BYTES", 3000)  # stops before the bad text
+    monkeypatch.setattr(corpus, "CHECKED_BYTES", 3000)  # stops before the bad text
     model = prepare(config, tmp_path / "model").tokenizer.path
     corpus_file.write_bytes(corpus_file.read_bytes() + b"\n\nbad \xff text\n")
     config = change(config, tokenizer={"path": str(model)})
@@ -167,9 +165,9 @@ def test_faults_of_workers(bad_work, runner):
 
 def test_pipelines_that_cannot_end(config, tmp_path, small_units, monkeypatch, runner):
     folder = tmp_path / "prepared"
-    monkeypatch.setattr(locks, "LOCK_PATIENCE", 0.3)
+    monkeypatch.setattr(prepared, "LOCK_PATIENCE", 0.3)
     opened = runner()
-    with locks.lock(folder), refused(DataError, path=folder):
+    with prepared.lock(folder), refused(DataError, path=folder):
         prepare(config, folder, opened)
     fn_runner = importlib.import_module("apache_beam.runners.portability.fn_api_runner.fn_runner")
     with monkeypatch.context() as patch:

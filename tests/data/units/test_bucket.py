@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from convbert_jax import files
+from convbert_jax.data import bucket
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.records import write_record
-from convbert_jax.data.units import bucket
+from convbert_jax.data.units import write_record
 from convbert_jax.doctor.start import Start
 from convbert_jax.interop.sources import read_tokenizer
 from convbert_jax.recipes import prepared

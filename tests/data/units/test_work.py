@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 
 from convbert_jax import files
+from convbert_jax.data import beam_pipeline
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.units import beam_pipeline
-from convbert_jax.data.units.processes import Processes
-from convbert_jax.data.units.work import Work, do_units, make_attempts, record_path, remove_attempts
+from convbert_jax.data.units import (
+    Processes,
+    Work,
+    do_units,
+    make_attempts,
+    record_path,
+    remove_attempts,
+)
 from tests.refusals import refused
 
 

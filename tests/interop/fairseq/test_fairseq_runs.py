@@ -9,7 +9,8 @@ import pytest
 import convbert_jax
 from convbert_jax.config import from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
-from convbert_jax.data.tokenizer.tokenizer import Tokenizer, check_tokenizer, follow_file
+from convbert_jax.data.tokenizer.normalization import check_tokenizer
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer, follow_file
 from convbert_jax.decoding import search
 from convbert_jax.interop.fairseq import read
 from convbert_jax.interop.importing import import_fairseq

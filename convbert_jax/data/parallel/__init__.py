@@ -1,1 +1,0 @@
-"""Parallel text as rows of token ids on disk, and training batches of a few shapes."""

@@ -1,1 +1,0 @@
-"""Document sources: docstrings, text files, Parquet files, and indexed data sets."""

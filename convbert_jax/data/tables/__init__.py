@@ -1,1 +1,0 @@
-"""Readers of tables: files of labeled text as rows with named columns."""
