@@ -37,7 +37,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from convbert_jax.analysis import verify_resume
-from convbert_jax.training.checkpoints.reading import load_arrays
+from convbert_jax.training.checkpoints import load_arrays
 from convbert_jax.workdir import list_steps
 
 EVAL_EVERY = 30

@@ -92,8 +92,8 @@ def compile_step(name: str, fields: dict) -> tuple[str, int, float]:
 
     from benchmarks.step import read_config
     from convbert_jax.recipes import planning
-    from convbert_jax.training.program import make_program
-    from convbert_jax.training.sharding import make_mesh
+    from convbert_jax.training.partitioning import make_mesh
+    from convbert_jax.training.train_step import make_program
 
     device, *_ = topologies.get_topology_desc(
         platform="cuda", target_config=H100, topology="1x1x1"

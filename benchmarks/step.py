@@ -193,8 +193,8 @@ def build(config: Config, target: str, runs: int | None = None):
     import jax
 
     from convbert_jax.recipes.planning import make_batch, make_task
-    from convbert_jax.training.program import make_program
-    from convbert_jax.training.sharding import make_mesh
+    from convbert_jax.training.partitioning import make_mesh
+    from convbert_jax.training.train_step import make_program
 
     on_cpu = target == "cpu"
     dtype = "float32" if on_cpu else "bfloat16"

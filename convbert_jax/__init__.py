@@ -75,11 +75,11 @@ def load(
     """
     from convbert_jax.config.checks import plugins
     from convbert_jax.inference import loading
-    from convbert_jax.training.environment import devices
+    from convbert_jax.training import environment
 
     path = _spell_path("path", path)
     vocabulary = None if vocabulary is None else _spell_path("vocabulary", vocabulary)
-    devices.prepare_platform("any")
+    environment.prepare_platform("any")
     with plugins.trusting(trust_remote_code):
         return loading.load(
             path,
@@ -213,7 +213,7 @@ def _start(config, workdir, changed: Mapping[str, Any]):
     """
     from convbert_jax import config_files
     from convbert_jax.config import ConfigError
-    from convbert_jax.training.environment import compilation, devices
+    from convbert_jax.training import environment
     from convbert_jax.workdir import Workdir
 
     changed = config_files.by_path(changed)
@@ -227,8 +227,8 @@ def _start(config, workdir, changed: Mapping[str, Any]):
         config = str(file)
     config = load_config(config, **changed)
     folder = config_files.choose_workdir(workdir, config)
-    devices.prepare_platform(config.platform)
-    compilation.enable_compile_cache(config.train.compile_cache)
+    environment.prepare_platform(config.platform)
+    environment.enable_compile_cache(config.train.compile_cache)
     return config, folder, frozenset(changed)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.config import (
     Config,
     ConfigError,
@@ -180,7 +180,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         "restore a copy, or set --config to the config file; change fields on the command line, "
         "as --config.train.steps=1000"
     )
-    return decided_by_run(files.read_json(path, remedy=remedy, fields={}))
+    return decided_by_run(storage.read_json(path, remedy=remedy, fields={}))
 
 
 def choose_workdir(value: str | os.PathLike | None, config: Config | None) -> epath.Path:
@@ -197,7 +197,7 @@ def choose_workdir(value: str | os.PathLike | None, config: Config | None) -> ep
                 value=config.name,
             )
         value = f"runs/{config.name}"
-    return files.to_path(value)
+    return storage.to_path(value)
 
 
 def known_files(function: str = _OF_CONFIGS) -> list[str]:
@@ -219,11 +219,11 @@ def _shipped() -> pathlib.Path:
 
 def _find(value: str, function: str = _OF_CONFIGS) -> tuple[epath.Path, str | None]:
     """Finds the file of a --config value; returns (file, variant or None)."""
-    whole = files.to_path(value)
+    whole = storage.to_path(value)
     if _is_file(whole):  # a path may contain a colon: 2025-01-31T10:30, gs://BUCKET
         return whole, None
     name, colon, variant = value.partition(":")
-    path = files.to_path(name)
+    path = storage.to_path(name)
     tried = [path]
     if name and path.name == name and not path.suffix:
         tried.append(pathlib.Path(_PACKAGE, f"{name}.py"))

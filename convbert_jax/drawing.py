@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import storage
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -45,7 +45,7 @@ def open_figure(
     with _settings(texts):
         figure = _make_figure(size)
         yield figure
-        with files.replacing(files.to_path(picture)) as file:
+        with storage.replacing(storage.to_path(picture)) as file:
             figure.savefig(file, format="png", dpi=dpi)
 
 

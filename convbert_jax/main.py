@@ -16,15 +16,14 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from convbert_jax import absent
+from convbert_jax import console
 
-with absent.told():
+with console.missing_package_message():
     from absl import app, logging
 
-    from convbert_jax import command_line, console, files, interrupts
+    from convbert_jax import command_line, console, interrupts, machine, storage
     from convbert_jax.config import Config, UserError
-    from convbert_jax.machine import allocator
-    from convbert_jax.machine.accelerators import find_accelerators
+    from convbert_jax.machine import find_accelerators
 
 # Storage failures during a run, in any library.
 _STORAGE_FAULTS = (
@@ -51,7 +50,7 @@ def main(request: command_line.Request, beside: Callable[[], None] | None = None
     75 (saved but not finished; launchers restart it), by Ctrl-C with 130.
     """
     if request.mode in ("train", "eval", "predict") and _computes_on_cpu(_platform(request)):
-        allocator.keep_memory()  # must be called before threads start, as in the next lines
+        machine.keep_memory()  # must be called before threads start, as in the next lines
     if beside:
         beside()
     with interrupts.handled():
@@ -109,15 +108,15 @@ def _run(request: command_line.Request) -> str | None:
         from convbert_jax.analysis import tpu_pricing
 
         tpu_pricing.use_compile_only_tpu()
-    with absent.told():
+    with console.missing_package_message():
         from convbert_jax import recipes
         from convbert_jax.interop import conversion, importing
-        from convbert_jax.training.environment import compilation, devices
+        from convbert_jax.training import environment
 
     config, workdir = request.config, request.workdir
-    devices.prepare_platform(_platform(request))
+    environment.prepare_platform(_platform(request))
     if request.mode in ("train", "eval", "predict", "inspect"):
-        compilation.enable_compile_cache(request.compile_cache)
+        environment.enable_compile_cache(request.compile_cache)
     result = stopped_by = None
     if request.mode == "show":
         print(recipes.show(config, workdir, request.given), flush=True)
@@ -151,7 +150,7 @@ def _run(request: command_line.Request) -> str | None:
         sentence = verify_resume.run(request.config_flags, workdir, steps=request.verify_steps)
         print(sentence, flush=True)
     elif request.mode == "export":
-        output = files.to_path(request.output) if request.output else None
+        output = storage.to_path(request.output) if request.output else None
         options = {"form": request.format, "with_generator": request.generator}
         if request.source:
             conversion.convert(request.source, output, **options)
@@ -198,10 +197,9 @@ def _examine(request: command_line.Request) -> None:
 
     several, first, together = False, True, contextlib.nullcontext()
     if not doctor.fault_of_jax():
-        from convbert_jax.training import distributed
-        from convbert_jax.training.environment import devices
+        from convbert_jax.training import distributed, environment
 
-        devices.prepare_platform(_platform(request))
+        environment.prepare_platform(_platform(request))
         if several := bool(request.multihost or request.processes):
             together = _together(request, _DOCTOR_PATIENCE)
     wrong = []
@@ -232,8 +230,7 @@ def _together(request: command_line.Request, timeout: float = 300.0) -> Iterator
     Args:
       timeout: seconds to wait for the other processes.
     """
-    from convbert_jax.training import consistency, distributed
-    from convbert_jax.training.environment import devices
+    from convbert_jax.training import consistency, distributed, environment
 
     if given := request.processes:
         process = distributed.ProcessId(given.coordinator, given.count, given.index)
@@ -242,7 +239,7 @@ def _together(request: command_line.Request, timeout: float = 300.0) -> Iterator
         process, hint = distributed.detect_process(), _start_everywhere
     silence = (request.config or Config()).train.silence_seconds
     with distributed.connect(process, timeout=timeout, silence=silence, hint=hint):
-        devices.prepare_platform(_platform(request))
+        environment.prepare_platform(_platform(request))
         logging.info("Process %d of %d.", *distributed.place())
         consistency.check_flags({"--mode": request.mode, "--step": request.step})
         yield

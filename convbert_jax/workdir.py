@@ -1,7 +1,7 @@
 """The folder of a run, used by one process group at a time, for one model and one corpus.
 
 WORKDIR/config.json     resolved config of the last start
-WORKDIR/.lock           held while a run is alive; in a bucket, see `ownership.py`
+WORKDIR/.lock           held while a run is alive; in a bucket, see `BucketLock`
 WORKDIR/data            tokenizer and shards, unless config.data.directory sets another folder
 WORKDIR/checkpoints     Orbax
 WORKDIR/vocabulary      copies of the vocabularies, so the folder can be moved
@@ -22,12 +22,19 @@ A folder may be in a bucket (gs://BUCKET/RUN); tokenizer and shards are read fro
 """
 
 import contextlib
+import datetime
+import os
+import pathlib
+import secrets
+import socket
+import threading
+import time
 from collections.abc import Iterator, Mapping
 
 from absl import logging
 from etils import epath
 
-from convbert_jax import files, links, ownership
+from convbert_jax import storage
 from convbert_jax.config import (
     Config,
     ConfigError,
@@ -38,6 +45,206 @@ from convbert_jax.config import (
     from_config_dict,
     to_dict,
 )
+
+HEARTBEAT = 15.0  # seconds between two heartbeats in a bucket
+# Seconds; long enough that an outage of a minute does not lose the folder.
+HEARTBEAT_TIMEOUT = 120.0
+
+
+class OwnershipError(UserError):
+    """Another process owns the folder."""
+
+
+def this_process() -> str:
+    """Returns the process id and host name."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def wait_for_owner(place: epath.Path) -> None:
+    """Waits until the folder of the lock file `place` has no owner.
+
+    Returns at once if there is no lock file or its owner was a process on this machine that ended,
+    else after at most `HEARTBEAT_TIMEOUT` seconds.
+
+    Raises:
+      OwnershipError: the owner is alive.
+    """
+    found = _read_lock(place)
+    if not found:
+        return
+    if _is_gone_from_here(found):
+        logging.warning(
+            "--workdir=%s was opened by %s, which no longer runs on this machine; taking over the "
+            "folder.",
+            place.parent,
+            _name_in(found),
+        )
+        return
+    logging.warning(
+        "--workdir=%s was opened by %s and not closed; waiting for a heartbeat for %.0f s.",
+        place.parent,
+        _name_in(found),
+        HEARTBEAT_TIMEOUT,
+    )
+    begin = time.monotonic()
+    while time.monotonic() - begin < HEARTBEAT_TIMEOUT:
+        time.sleep(min(1.0, HEARTBEAT_TIMEOUT / 10))
+        now = _read_lock(place)
+        if not now:
+            return
+        if now != found:
+            raise OwnershipError(
+                f"is in use by {_name_in(now)}, which sends a heartbeat every {HEARTBEAT:.0f} "
+                "s; wait for it, stop it, or choose another --workdir. After "
+                f"{HEARTBEAT_TIMEOUT:.0f} s without a heartbeat the folder can be used again.",
+                field="--workdir",
+                value=str(place.parent),
+            )
+    logging.warning("No heartbeat; taking over the folder.")
+
+
+class BucketLock:
+    """Exclusive ownership of a folder in a bucket, which has no locks, by heartbeats.
+
+    FOLDER/.lock names the owner and contains a token that changes every `HEARTBEAT` seconds. A new
+    process that finds the file watches the token: if it changes, the folder is in use and the start
+    fails; after `HEARTBEAT_TIMEOUT` seconds without a change the owner is considered dead. Clocks
+    are not compared between machines. The owner also records its process id and machine if it is
+    the only process of its run, so a start on the same machine detects at once that it is gone.
+
+    If two processes start at the same time, both write the file. The one whose name is overwritten
+    stops at its next heartbeat or before its next checkpoint, whichever is first.
+    """
+
+    def __init__(self, place: epath.Path, *, alone: bool):
+        """
+        Args:
+          place: the lock file.
+          alone: whether this is the only process of the run; other processes could still write
+            after this one ended.
+        """
+        self._place = place
+        self._here = _describe_here() if alone else ""
+        self._id = secrets.token_hex(8)
+        now = datetime.datetime.now(datetime.UTC)
+        self._name = f"{this_process()} since {now:%Y-%m-%d %H:%M:%S} UTC"
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Context in which a thread sends heartbeats; its end releases the folder.
+
+        Raises:
+          OSError: the first heartbeat cannot be written.
+        """
+        self._give_sign()
+        over = threading.Event()
+        thread = threading.Thread(target=self._live, args=(over,), daemon=True, name="owner")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            try:
+                if self._is_named():
+                    self._place.unlink(missing_ok=True)
+            except Exception as error:  # storage libraries raise different types
+                logging.warning(
+                    "Could not remove %s (%s); the next start will wait %.0f s.",
+                    self._place,
+                    error,
+                    HEARTBEAT_TIMEOUT,
+                )
+
+    def check(self) -> None:
+        """Checks that this process still owns the folder.
+
+        Raises:
+          OwnershipError: the folder was taken over.
+        """
+        found = _read_lock(self._place)
+        if not found:  # another process took over the folder and ended
+            raise OwnershipError(
+                f"is no longer owned by this process ({self._name}): {self._place.name} was "
+                "removed, probably by another run that took over the folder and ended. Start "
+                "again to resume from the saved state.",
+                field="--workdir",
+                value=str(self._place.parent),
+            )
+        if self._id not in found:
+            raise OwnershipError(
+                f"was taken over by {_name_in(found)}: this process ({self._name}) sent no "
+                f"heartbeat for {HEARTBEAT_TIMEOUT:.0f} s, or both started at the same time. This "
+                "process stops saving checkpoints; use the folder for one run at a time.",
+                field="--workdir",
+                value=str(self._place.parent),
+            )
+
+    def _live(self, over: threading.Event) -> None:
+        while not over.wait(HEARTBEAT):
+            try:
+                if not self._is_named():
+                    return  # `check` raises the error
+                self._give_sign()
+            except Exception as error:  # storage libraries raise different types
+                logging.warning("Could not renew %s (%s); will retry.", self._place, error)
+
+    def _give_sign(self) -> None:
+        # Constant length, because a library that caches file sizes would truncate a longer text.
+        sign = f"{self._name}\n{self._id} {secrets.token_hex(8)}\n{self._here}\n"
+        self._place.write_text(sign)
+
+    def _is_named(self) -> bool:
+        return self._id in _read_lock(self._place)
+
+
+def _name_in(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _is_gone_from_here(text: str) -> bool:
+    """Returns whether the owner was a process on this machine that has ended."""
+    machine, _, of_process = "".join(text.splitlines()[2:3]).partition(", process ")
+    if not machine or machine != _describe_machine():
+        return False
+    pid, _, began = of_process.partition(" begun ")
+    try:
+        os.kill(int(pid), 0)
+        return _begin_of(int(pid)) != began  # another process has the same id
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError):  # a process of another user, or another format
+        return False
+
+
+def _describe_here() -> str:
+    """Identifies this process on this machine; "" if the system does not provide it."""
+    machine = _describe_machine()
+    return machine and f"{machine}, process {os.getpid()} begun {_begin_of(os.getpid())}"
+
+
+def _describe_machine() -> str:
+    """Identifies the scope in which process ids are unique: boot and PID namespace (container)."""
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _begin_of(pid: int) -> str:
+    """Returns the start time of a process in clock ticks since boot; "" for a zombie process."""
+    state, *fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return "" if state in "ZX" else fields[18]
+
+
+def _read_lock(place: epath.Path) -> str:
+    """Returns the content of the lock file, "" if it does not exist."""
+    try:
+        return place.read_text()
+    except FileNotFoundError:
+        return ""
+
 
 # Orbax writes it last into a checkpoint in a bucket, where folders cannot be renamed.
 _COMMITTED = "commit_success.txt"
@@ -54,8 +261,8 @@ class Workdir:
     """Paths and state of a run folder. The constructor does not access the folder."""
 
     def __init__(self, path: epath.PathLike):
-        self.path = files.to_path(path)
-        self._owner: ownership.Owner | None = None  # while a folder in a bucket is open for writing
+        self.path = storage.to_path(path)
+        self._owner: BucketLock | None = None  # while a folder in a bucket is open for writing
 
     def __str__(self) -> str:
         return str(self.path)
@@ -93,7 +300,7 @@ class Workdir:
     def data(self, config: Config) -> epath.Path:
         """Returns the folder of tokenizer and shards; for buckets see `data/bucket.py`."""
         named = config.data.directory
-        return files.to_path(named) if named else self._shards
+        return storage.to_path(named) if named else self._shards
 
     @property
     def _shards(self) -> epath.Path:
@@ -192,12 +399,12 @@ class Workdir:
         with self._writable():
             # Read first, because the files may be in the folder that is removed.
             contents = {name: path.read_bytes() for name, path in paths.items()}
-            files.remove_tree(self.vocabulary)
+            storage.remove_tree(self.vocabulary)
             for name, path in paths.items():
                 folder = self.vocabulary / name
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / path.name).write_bytes(contents[name])
-            files.write_json(self._fingerprints, dict(fingerprints))
+            storage.write_json(self._fingerprints, dict(fingerprints))
 
     def read_fingerprints(self) -> dict[str, str]:
         """Returns the fingerprints of `keep_vocabularies`, or an empty dict without vocabularies.
@@ -208,7 +415,7 @@ class Workdir:
         if not self._fingerprints.is_file():
             return {}
         remedy = "restore it from a copy of the run"
-        return files.read_json(self._fingerprints, remedy=remedy, fields={})
+        return storage.read_json(self._fingerprints, remedy=remedy, fields={})
 
     # State of the folder
 
@@ -254,7 +461,7 @@ class Workdir:
         """
         remedy = f"restore a copy, or use the version of convbert_jax that wrote it; {_CHANGE}"
         try:
-            return _read(self.config, remedy)
+            return _read_config(self.config, remedy)
         except (FileNotFoundError, NotADirectoryError):
             raise WorkdirError(
                 f"holds no run ({self.config.name}: no such file); train one, or set "
@@ -283,11 +490,11 @@ class Workdir:
             with self._writable():
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock(stack)
-            links.check(self.path)
-            links.remove_temporary(self.path, older_than=_ABANDONED)
+            storage.check_links(self.path)
+            storage.remove_temporary(self.path, older_than=_ABANDONED)
             self.keep_config(config)
-            if files.is_remote(self.path):
-                self._owner = ownership.Owner(self.path / ".lock", alone=alone)
+            if storage.is_remote(self.path):
+                self._owner = BucketLock(self.path / ".lock", alone=alone)
                 with self._writable():  # last: a start that fails above must not replace the owner
                     stack.enter_context(self._owner.holding())
             try:
@@ -315,15 +522,15 @@ class Workdir:
 
     def _lock(self, stack: contextlib.ExitStack) -> None:
         place = self.path / ".lock"
-        if files.is_remote(place):
-            ownership.wait_for_silence(place)
+        if storage.is_remote(place):
+            wait_for_owner(place)
             return
         lock = open(  # noqa: SIM115
-            place, "a+", encoding="utf-8", errors="replace", opener=links.no_follow
+            place, "a+", encoding="utf-8", errors="replace", opener=storage.no_follow
         )
         stack.enter_context(lock)
         lock.seek(0)
-        if not files.try_lock(lock, f"Cannot lock {place}; use it for one run at a time."):
+        if not storage.try_lock(lock, f"Cannot lock {place}; use it for one run at a time."):
             owner = lock.read(200).strip() or "another process"
             raise WorkdirError(
                 f"is in use by {owner}; wait for it, stop it, or choose another --workdir.",
@@ -331,7 +538,7 @@ class Workdir:
                 value=str(self),
             )
         lock.truncate(0)
-        lock.write(ownership.this_process())
+        lock.write(this_process())
         lock.flush()
 
     def keep_config(self, config: Config) -> None:
@@ -344,7 +551,7 @@ class Workdir:
         new = decided_by_run(to_dict(config))
         remedy = f"restore a copy, or remove it to continue with the current config; {_CHANGE}"
         try:
-            old = to_dict(_read(self.config, remedy, check=False))
+            old = to_dict(_read_config(self.config, remedy, check=False))
             changed = changes.differences(old, new)
         except FileNotFoundError:
             changed = {}
@@ -364,7 +571,7 @@ class Workdir:
                 )
         if changed := {f: pair for f, pair in changed.items() if "auto" not in pair}:
             logging.info("Config changed since the last start: %s.", changes.describe(changed))
-        files.write_json(self.config, files.seal(new))
+        storage.write_json(self.config, storage.seal(new))
 
     def _with_its_shards(self, config: Config, refused) -> str:
         """Returns the flag to reuse the shards of this folder in another one, if they are valid."""
@@ -379,20 +586,20 @@ def list_steps(checkpoints: epath.Path) -> list[int]:
     if not checkpoints.is_dir():
         return []
     found = (path for path in checkpoints.iterdir() if path.name.isdecimal())
-    if files.is_remote(checkpoints):
+    if storage.is_remote(checkpoints):
         found = (path for path in found if (path / _COMMITTED).exists())
     return sorted(int(path.name) for path in found)
 
 
 def unfinished_steps(checkpoints: epath.Path) -> list[int]:
     """Returns the steps of incomplete checkpoints in a bucket, in order; none for local folders."""
-    if not files.is_remote(checkpoints) or not checkpoints.is_dir():
+    if not storage.is_remote(checkpoints) or not checkpoints.is_dir():
         return []
     begun = {int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal()}
     return sorted(begun.difference(list_steps(checkpoints)))
 
 
-def _read(file: epath.Path, remedy: str, *, check: bool = True) -> Config:
+def _read_config(file: epath.Path, remedy: str, *, check: bool = True) -> Config:
     """Reads the config in a file; fields newer than the file get their defaults.
 
     Args:
@@ -403,10 +610,10 @@ def _read(file: epath.Path, remedy: str, *, check: bool = True) -> Config:
       DamagedFileError: it is not a config.
       PluginError: its mixer is not permitted or cannot be created.
     """
-    values = decided_by_run(files.read_json(file, remedy=remedy, fields={}))
+    values = decided_by_run(storage.read_json(file, remedy=remedy, fields={}))
     try:
         return from_config_dict(values, check=check)
     except PluginError as error:
         raise PluginError(f"{file}: {error}", path=file) from error
     except ConfigError as error:
-        raise files.damaged(file, str(error).rstrip("."), remedy) from None
+        raise storage.damaged(file, str(error).rstrip("."), remedy) from None

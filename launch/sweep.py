@@ -15,9 +15,9 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from convbert_jax import absent
+from convbert_jax import console
 
-with absent.told():
+with console.missing_package_message():
     from absl import logging
 
     from convbert_jax import console
@@ -59,9 +59,9 @@ def main() -> None:
 
 
 def _answer(request: cli.Request, expanded) -> None:
-    from convbert_jax.training.environment import devices
+    from convbert_jax.training import environment
 
-    devices.prepare_platform("cpu")  # the runs, which are processes, use the accelerators
+    environment.prepare_platform("cpu")  # the runs, which are processes, use the accelerators
     folder, explorer = request.folder, None
     if request.sweep.search and (request.action in ("run", "submit") or folder.journal.exists()):
         from convbert_jax.sweeps.search import Explorer

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from convbert_jax.training.state import flatten
-from convbert_jax.training.task import Params
+from convbert_jax.training.partitioning import Params, flatten_params
 
 
 def assert_agree(found: Params, expected: Params, tolerance: float = 1e-5) -> None:
@@ -12,7 +11,7 @@ def assert_agree(found: Params, expected: Params, tolerance: float = 1e-5) -> No
     Biases are compared relative to the gradients of their layer. Their gradients are sums that can
     cancel, as for a key's bias, which the softmax ignores; only rounding remains then.
     """
-    found, expected = flatten(found), flatten(expected)
+    found, expected = flatten_params(found), flatten_params(expected)
     assert found.keys() == expected.keys()
     largest = {path: np.abs(leaf).max() for path, leaf in expected.items()}
     wrong = {}

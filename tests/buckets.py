@@ -13,7 +13,7 @@ from etils.epath import backend, gpath
 from orbax.checkpoint._src.multihost import multihost
 from orbax.checkpoint._src.path import gcs_utils
 
-from convbert_jax import files
+from convbert_jax import storage
 from tests import gcs_server
 
 
@@ -68,7 +68,7 @@ def objects(tmp_path, monkeypatch):
     """Returns the folder whose files are the objects of gs://bucket."""
     folder = tmp_path / "objects"
     folder.mkdir()
-    monkeypatch.setattr(files, "_BUCKETS", {"gs": "numpy"})  # replaces the missing package
+    monkeypatch.setattr(storage, "_BUCKETS", {"gs": "numpy"})  # replaces the missing package
     monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Bucket(folder))
     monkeypatch.setattr(gpath, "_is_tf_installed", lambda: False)
     return folder

@@ -15,7 +15,7 @@ import pytest
 
 from convbert_jax.config import Config, fit_to_steps, from_config_dict, to_dict
 from convbert_jax.interop.matching import replace
-from convbert_jax.training.environment import devices
+from convbert_jax.training import environment
 
 if TYPE_CHECKING:  # avoids the import in processes that collect other tests
     from convbert_jax import recipes
@@ -77,8 +77,8 @@ def make_config(**fields) -> Config:
 def one_device() -> Iterator[None]:
     """Shows the package one simulated device; programs for one device compile much faster."""
     with pytest.MonkeyPatch.context() as patch:
-        find = devices.find_devices
-        patch.setattr(devices, "find_devices", lambda config: find(config)[:1])
+        find = environment.find_devices
+        patch.setattr(environment, "find_devices", lambda config: find(config)[:1])
         yield
 
 

@@ -166,7 +166,7 @@ def trace_pretraining() -> None:
 
 
 def trace_text() -> None:
-    from convbert_jax.interfaces.special_ids import SpecialIds, sentinel_names
+    from convbert_jax.interfaces import SpecialIds, sentinel_names
     from convbert_jax.objectives.next_tokens import shift
     from convbert_jax.objectives.span_corruption import SpanCounts, corrupt
 

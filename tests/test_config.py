@@ -414,7 +414,7 @@ def test_named_metrics_are_those_that_an_evaluation_gives(recipe):
     import jax
     import numpy as np
 
-    from convbert_jax.interfaces.special_ids import SpecialIds
+    from convbert_jax.interfaces import SpecialIds
     from convbert_jax.recipes import build_task
 
     values = to_dict(load("tiny")) | {"recipe": recipe}

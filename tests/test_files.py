@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convbert_jax import files
+from convbert_jax import storage
 from tests.refusals import refused
 
 REMEDY = "put a copy back"
@@ -18,7 +18,7 @@ REMEDY = "put a copy back"
 def test_any_bytes_are_a_value_or_one_line(content):
     message = "one line"
     try:
-        files.parse_json(content)
+        storage.parse_json(content)
     except ValueError as error:
         message = str(error)
     assert message
@@ -41,59 +41,59 @@ def test_any_bytes_are_a_value_or_one_line(content):
 )
 def test_damage_is_named(content, reason, tmp_path):
     with pytest.raises(ValueError, match=reason):
-        files.parse_json(content)
+        storage.parse_json(content)
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(files.DamagedFileError) as raised:
-        files.read_json(tmp_path / "config.json", remedy=REMEDY)
+    with pytest.raises(storage.DamagedFileError) as raised:
+        storage.read_json(tmp_path / "config.json", remedy=REMEDY)
     assert str(raised.value).startswith(str(tmp_path / "config.json"))
     assert str(raised.value).endswith(f"; {REMEDY}.")
 
 
 def test_text_of_other_scripts_is_read():
-    assert files.parse_json('{"a": "\\u4e2d\\ud83d\\ude00"}') == {"a": "中😀"}
-    assert files.parse_json(b"\xef\xbb\xbf[1]") == [1]
+    assert storage.parse_json('{"a": "\\u4e2d\\ud83d\\ude00"}') == {"a": "中😀"}
+    assert storage.parse_json(b"\xef\xbb\xbf[1]") == [1]
 
 
 @pytest.mark.parametrize("content", ["[]", "5", "null", "{}", '{"rows": "3"}', '{"rows": null}'])
 def test_missing_and_wrong_fields(content, tmp_path):
     path = tmp_path / "unit.json"
     path.write_text(content)
-    with pytest.raises(files.DamagedFileError):
-        files.read_json(path, remedy=REMEDY, fields={"rows": int})
+    with pytest.raises(storage.DamagedFileError):
+        storage.read_json(path, remedy=REMEDY, fields={"rows": int})
     path.write_text(f'{{"counts": {content}}}')
-    with refused(files.DamagedFileError, "counts", path=path):
-        files.read_json(path, remedy=REMEDY, fields={"counts": {"rows": int}})
+    with refused(storage.DamagedFileError, "counts", path=path):
+        storage.read_json(path, remedy=REMEDY, fields={"counts": {"rows": int}})
 
 
 def test_absent_files_and_folders(tmp_path):
     with pytest.raises(FileNotFoundError):
-        files.read_json(tmp_path / "absent.json", remedy=REMEDY)
-    with refused(files.DamagedFileError, path=tmp_path):
-        files.read_json(tmp_path, remedy=REMEDY)
+        storage.read_json(tmp_path / "absent.json", remedy=REMEDY)
+    with refused(storage.DamagedFileError, path=tmp_path):
+        storage.read_json(tmp_path, remedy=REMEDY)
 
 
 def test_lines(tmp_path):
     path = tmp_path / "results.jsonl"
     path.write_text('{"seed": 1}\n{"seed": 2}\n{"see')
-    assert files.read_json_lines(path, remedy=REMEDY, fields={"seed": int}) == [
+    assert storage.read_json_lines(path, remedy=REMEDY, fields={"seed": int}) == [
         {"seed": 1},
         {"seed": 2},
     ]
     path.write_text('{"seed": 1}\n{"see\n{"seed": 2}\n')
-    with refused(files.DamagedFileError, "line 2", path=path):
-        files.read_json_lines(path, remedy=REMEDY, fields={"seed": int})
+    with refused(storage.DamagedFileError, "line 2", path=path):
+        storage.read_json_lines(path, remedy=REMEDY, fields={"seed": int})
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a.json"
-    files.write_json(path, {"text": "中"})
+    storage.write_json(path, {"text": "中"})
     assert json.loads(path.read_text(encoding="utf-8")) == {"text": "中"}
 
     def interrupted():
         yield b"half"
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), files.replacing(path) as file:
+    with pytest.raises(KeyboardInterrupt), storage.replacing(path) as file:
         file.writelines(interrupted())
     assert json.loads(path.read_text(encoding="utf-8")) == {"text": "中"}
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
@@ -102,12 +102,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 def test_what_was_written_may_be_kept(tmp_path):
     path = tmp_path / "a"
     for text in ("", "x", "y"):
-        with contextlib.suppress(KeyError), files.replacing(path, "a", keep=True) as file:
+        with contextlib.suppress(KeyError), storage.replacing(path, "a", keep=True) as file:
             file.write(text)
             raise KeyError
         assert not path.exists()
-        assert files.unfinished_name(path).exists() == bool(text)
-    with files.replacing(path, "a", keep=True) as file:
+        assert storage.unfinished_name(path).exists() == bool(text)
+    with storage.replacing(path, "a", keep=True) as file:
         file.write("z")
     assert path.read_text() == "xyz"
-    assert not files.unfinished_name(path).exists()
+    assert not storage.unfinished_name(path).exists()

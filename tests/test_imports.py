@@ -7,29 +7,25 @@ import re
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "convbert_jax"
 # Packages that all higher layers may import.
 BELOW = {
-    *("config", "interfaces", "links", "files", "drawing", "workdir", "machine"),
+    *("config", "interfaces", "storage", "console", "drawing", "workdir", "machine"),
     *("ops", "data", "models", "training", "objectives", "decoding"),
 }
 ALLOWED = {
     "config": set(),
     "interfaces": set(),
-    "config_files": {"config", "files"},
-    "command_line": {"config", "config_files", "files", "workdir"},
-    "links": {"config"},
-    "files": {"config", "links"},
-    "workdir": {"config", "links", "files", "ownership"},
-    "ownership": {"config"},
-    "absent": set(),
     "console": set(),
     "interrupts": set(),
-    "progress": set(),
     "machine": set(),
-    "drawing": {"files"},
-    "ops": {"config", "files", "machine"},
-    "data": {"config", "links", "files", "interfaces", "progress"},
+    "storage": {"config"},
+    "drawing": {"storage"},
+    "workdir": {"config", "storage"},
+    "config_files": {"config", "storage"},
+    "command_line": {"config", "config_files", "storage", "workdir"},
+    "ops": {"config", "storage", "machine"},
+    "data": {"config", "storage", "interfaces", "console"},
     "models": {"config", "interfaces", "ops"},
     "training": {
-        *("config", "files", "interrupts", "progress", "workdir", "interfaces"),
+        *("config", "storage", "interrupts", "console", "workdir", "interfaces"),
         "machine",
     },
     "objectives": {"config", "interfaces", "ops"},
@@ -39,7 +35,7 @@ ALLOWED = {
     "finetuning": {*BELOW, "interrupts"},
     "inference": {*BELOW, "interop", "finetuning"},
     "recipes": {*BELOW, "interrupts", "analysis", "interop", "finetuning", "inference"},
-    "demo": {*BELOW, "absent", "console", "inference"},
+    "demo": {*BELOW, "inference"},
     "doctor": {*BELOW, "interop", "recipes"},
     "sweeps": {
         *(*BELOW, "analysis", "interop", "finetuning", "recipes"),
@@ -49,7 +45,6 @@ ALLOWED = {
 # Rules within a package; modules outside its subpackages are unrestricted.
 ROOMS = {
     "data": {"readers": set(), "tokenizer": set(), "tasks": {"readers", "tokenizer"}},
-    "training": {"checkpoints": {"environment"}, "environment": set(), "reports": set()},
 }
 
 

@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from convbert_jax import files, links
+from convbert_jax import storage
 from convbert_jax.config import Config, UserError
 from convbert_jax.data.prepared import lock
 from convbert_jax.doctor import disk
 from convbert_jax.recipes.reports import page as report_page
 from convbert_jax.sweeps.table import Folder
-from convbert_jax.training.reports.tensorboard import EventFile
+from convbert_jax.training.metrics_writer import EventFile
 from convbert_jax.workdir import Workdir
 from tests.refusals import refused
 from tests.training import tiny_run
@@ -60,7 +60,7 @@ def test_a_link_in_place_of_the_lock_is_refused(target, run, outside):
 def test_a_link_in_place_of_a_file_that_grows_is_refused(target, run, outside):
     (run / "metrics.jsonl").symlink_to(outside / target)
     with refused(UserError, run / "metrics.jsonl"):
-        files.Lines(Workdir(run).metrics)
+        storage.Lines(Workdir(run).metrics)
 
 
 @pytest.mark.parametrize("target", ["precious", "new"])
@@ -78,7 +78,7 @@ def test_links_in_place_of_other_locks_are_refused(target, run, outside):
 def test_a_copied_file_replaces_a_link(run, outside):
     (run / "CoLA.tsv").symlink_to(outside / "precious")
     (run / "source").write_text("new")
-    files.copy(run / "source", run / "CoLA.tsv")
+    storage.copy(run / "source", run / "CoLA.tsv")
     assert (run / "CoLA.tsv").read_text() == "new"
 
 
@@ -118,7 +118,7 @@ def test_links_that_stay_in_the_run_folder_and_a_linked_run_folder_are_fine(run,
 def test_temporary_files_of_a_killed_process_are_removed(run):
     def killed(folder, age):
         folder.mkdir(exist_ok=True, parents=True)
-        path = links.temporary_name(folder / "numbers.json")
+        path = storage.temporary_name(folder / "numbers.json")
         path.touch()
         os.utime(path, (time.time() - age,) * 2)
         return path

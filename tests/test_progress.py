@@ -4,17 +4,17 @@ import time
 
 import pytest
 
-from convbert_jax import progress
+from convbert_jax import console
 
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
-    monkeypatch.setattr(progress, "LOG_EVERY", 0.02)
+    monkeypatch.setattr(console, "LOG_EVERY", 0.02)
 
 
 def test_seconds_are_logged_until_the_block_ends(caplog):
     with caplog.at_level("INFO", "absl"):
-        with progress.log_seconds("Waiting"):
+        with console.log_seconds("Waiting"):
             time.sleep(0.2)
         count = len(caplog.messages)
         time.sleep(0.1)
@@ -24,7 +24,7 @@ def test_seconds_are_logged_until_the_block_ends(caplog):
 
 
 def test_small_sizes_have_digits(caplog):
-    with caplog.at_level("INFO", "absl"), progress.show_progress(2_000_000, "Reading") as advance:
+    with caplog.at_level("INFO", "absl"), console.show_progress(2_000_000, "Reading") as advance:
         time.sleep(0.05)
         advance(400_000)
     (line,) = caplog.messages
@@ -32,7 +32,7 @@ def test_small_sizes_have_digits(caplog):
 
 
 def test_work_beyond_an_estimated_total_has_no_time_left(caplog):
-    with caplog.at_level("INFO", "absl"), progress.show_progress(10, "Reading") as advance:
+    with caplog.at_level("INFO", "absl"), console.show_progress(10, "Reading") as advance:
         time.sleep(0.05)
         advance(30)
     (line,) = caplog.messages

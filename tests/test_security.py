@@ -10,7 +10,7 @@ import pytest
 from absl.testing import flagsaver
 
 import convbert_jax
-from convbert_jax import files, main
+from convbert_jax import main, storage
 from convbert_jax.config import Config, PluginError, UserError, mixers, to_dict
 from convbert_jax.config.checks import plugins
 from convbert_jax.data.errors import DataError
@@ -20,7 +20,7 @@ from convbert_jax.demo import __main__ as demo
 from convbert_jax.interop import conversion
 from convbert_jax.sweeps import cli, runner
 from convbert_jax.sweeps.runs import expand
-from convbert_jax.training.environment import compilation
+from convbert_jax.training import environment
 from convbert_jax.workdir import Workdir
 from tests.interop.conftest import make_run  # noqa: F401
 from tests.refusals import refused
@@ -54,7 +54,7 @@ def run(make_run):  # noqa: F811
 
 def change(folder: pathlib.Path, **fields) -> None:
     """change(folder, section__field=value) changes the config.json of a run."""
-    values = files.read_json(folder / "config.json", remedy="", fields={})
+    values = storage.read_json(folder / "config.json", remedy="", fields={})
     for path, value in fields.items():
         section, _, field = path.partition("__")
         if field:
@@ -311,7 +311,7 @@ def folders(evil, monkeypatch):
         asked.append(folder)
         raise Enough
 
-    monkeypatch.setattr(compilation, "enable_compile_cache", enable)
+    monkeypatch.setattr(environment, "enable_compile_cache", enable)
     return asked
 
 
@@ -339,7 +339,7 @@ def test_a_stored_folder_of_compiled_programs_is_ignored(evil, tmp_path):
     assert config.train.compile_cache == DEFAULT
     with Workdir(evil).open(config):
         pass
-    kept = files.read_json(evil / "config.json", remedy="", fields={})
+    kept = storage.read_json(evil / "config.json", remedy="", fields={})
     assert "compile_cache" not in kept["train"]
     assert kept["train"].keys() | {"compile_cache"} == to_dict(config)["train"].keys()
     assert not (tmp_path / "cache").exists()

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convbert_jax import config_files, files
+from convbert_jax import config_files, storage
 from convbert_jax.command_line.fields import field_types
 from convbert_jax.config import Config, decided_by_run, to_dict
 from convbert_jax.config.changes import is_changeable
-from convbert_jax.files import DamagedFileError
+from convbert_jax.storage import DamagedFileError
 from convbert_jax.workdir import Workdir, WorkdirError
 from tests.refusals import refused
 
@@ -38,7 +38,7 @@ def test_config_is_kept(tmp_path):
     with Workdir(tmp_path / "new" / "run").open(CONFIG):
         pass
     kept = json.loads((tmp_path / "new" / "run" / "config.json").read_text())
-    assert kept == files.seal(decided_by_run(to_dict(CONFIG)))
+    assert kept == storage.seal(decided_by_run(to_dict(CONFIG)))
 
 
 @pytest.mark.parametrize("opens", [False, True])
@@ -233,7 +233,7 @@ def test_speed_and_length_may_change(tmp_path, section, changes):
     with Workdir(tmp_path).open(changed):
         pass
     kept = json.loads((tmp_path / "config.json").read_text())
-    assert kept == files.seal(decided_by_run(to_dict(changed)))
+    assert kept == storage.seal(decided_by_run(to_dict(changed)))
 
 
 def test_second_run_is_refused_and_names_the_first(tmp_path):

@@ -14,15 +14,15 @@ import time
 import jax
 import pytest
 
-from convbert_jax import files, ownership
+from convbert_jax import storage
+from convbert_jax import workdir as workdir_lib
 from convbert_jax.config import Config, UserError
 from convbert_jax.finetuning import run_files
 from convbert_jax.finetuning.run_files import Setting
 from convbert_jax.interop import conversion
-from convbert_jax.ownership import OwnershipError
 from convbert_jax.recipes.reports import page as report_page
-from convbert_jax.training.reports import reporting
-from convbert_jax.workdir import Workdir, WorkdirError
+from convbert_jax.training import metrics_writer
+from convbert_jax.workdir import OwnershipError, Workdir, WorkdirError
 from tests.buckets import objects, server
 from tests.refusals import refused
 from tests.training import tiny_run
@@ -39,12 +39,12 @@ def bucket(objects):
 @pytest.fixture
 def short(monkeypatch):
     """Heartbeats every few hundredths of a second; the timeout is unchanged."""
-    monkeypatch.setattr(ownership, "SIGN_EVERY", 0.02)
+    monkeypatch.setattr(workdir_lib, "HEARTBEAT", 0.02)
 
 
 @pytest.fixture
 def gone_at_once(monkeypatch):
-    monkeypatch.setattr(ownership, "GONE", 0.05)
+    monkeypatch.setattr(workdir_lib, "HEARTBEAT_TIMEOUT", 0.05)
 
 
 def test_config(bucket):
@@ -84,21 +84,21 @@ def test_a_run_that_was_killed_leaves_the_folder_to_the_next(bucket, gone_at_onc
 def test_lines_are_sent_after_a_while_and_at_the_end(bucket, monkeypatch):
     workdir, on_disk = bucket
     on_disk.mkdir()
-    with contextlib.closing(files.Lines(workdir.metrics)) as lines:
+    with contextlib.closing(storage.Lines(workdir.metrics)) as lines:
         lines.append("1")
         lines.append("2")
         assert not (on_disk / "metrics.jsonl").exists()
-        monkeypatch.setattr(files, "_SEND_EVERY", 0.0)
+        monkeypatch.setattr(storage, "_SEND_EVERY", 0.0)
         lines.append("3")
         assert (on_disk / "metrics.jsonl").read_text() == "1\n2\n3\n"
-        monkeypatch.setattr(files, "_SEND_EVERY", 60.0)
+        monkeypatch.setattr(storage, "_SEND_EVERY", 60.0)
         lines.append("4")
     assert (on_disk / "metrics.jsonl").read_text() == "1\n2\n3\n4\n"
 
 
 LIVES = """
-from convbert_jax import ownership
-print(ownership._describe_here(), flush=True)
+from convbert_jax import workdir
+print(workdir._describe_here(), flush=True)
 input()
 """
 
@@ -121,7 +121,7 @@ def test_the_folder_of_a_process_that_was_killed_here_is_free_at_once(
 ):
     workdir, on_disk = bucket
     process, said = another
-    monkeypatch.setattr(ownership.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setattr(workdir_lib.time, "sleep", lambda seconds: pytest.fail("it waits"))
     process.kill()
     if waited_for:
         process.wait()
@@ -150,8 +150,8 @@ def test_an_owner_that_may_live_is_waited_for(case, another, bucket, monkeypatch
     on_disk.mkdir()
     (on_disk / ".lock").write_text(text)
     waits = []
-    monkeypatch.setattr(ownership.time, "sleep", waits.append)
-    monkeypatch.setattr(ownership, "GONE", 0.05)
+    monkeypatch.setattr(workdir_lib.time, "sleep", waits.append)
+    monkeypatch.setattr(workdir_lib, "HEARTBEAT_TIMEOUT", 0.05)
     with workdir.open(Config()):
         assert waits
 
@@ -169,15 +169,15 @@ def test_one_of_several_processes_does_not_say_which_it_is(alone, bucket):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells")
 def test_a_number_that_was_given_again_is_another_process(another):
     _, said = another
-    assert not ownership._is_gone_from_here(f"\n\n{said}\n")
-    assert ownership._is_gone_from_here(f"\n\n{said}0\n")
+    assert not workdir_lib._is_gone_from_here(f"\n\n{said}\n")
+    assert workdir_lib._is_gone_from_here(f"\n\n{said}0\n")
 
 
 def test_a_run_that_ends_while_the_next_one_waits(bucket, monkeypatch):
     workdir, on_disk = bucket
     on_disk.mkdir()
     (on_disk / ".lock").write_text("process 1 on another since noon\n0 0\n")
-    monkeypatch.setattr(ownership.time, "sleep", lambda seconds: (on_disk / ".lock").unlink())
+    monkeypatch.setattr(workdir_lib.time, "sleep", lambda seconds: (on_disk / ".lock").unlink())
     with workdir.open(Config()):
         workdir.check_owner()
 
@@ -262,22 +262,22 @@ def test_shards_lie_with_the_run_or_where_it_is_said(bucket, tmp_path):
 
 def test_a_file_is_whole_or_what_it_was(bucket):
     workdir, on_disk = bucket
-    files.write_json(workdir.config, {"a": 1})
+    storage.write_json(workdir.config, {"a": 1})
 
     def fail():
-        with files.replacing(workdir.config) as file:
+        with storage.replacing(workdir.config) as file:
             file.write(b"half")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         fail()
-    assert files.read_json(workdir.config, remedy="") == {"a": 1}
+    assert storage.read_json(workdir.config, remedy="") == {"a": 1}
     assert [path.name for path in on_disk.iterdir()] == ["config.json"]
 
 
 def test_an_export_that_fails_leaves_the_one_before(bucket):
     _, on_disk = bucket
-    output = files.to_path("gs://bucket/run/export")
+    output = storage.to_path("gs://bucket/run/export")
     conversion.replace_folder(output, lambda f: (f / "weights").write_text("old"), source="")
 
     def write(folder):
@@ -326,14 +326,14 @@ def test_a_whole_run(bucket, server, tmp_path, monkeypatch):
     assert len(list(on_disk.glob("events.out.tfevents.*"))) == 1
     lines = [json.loads(line) for line in (on_disk / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["split"]) for line in lines][-1] == (6, "validation")
-    assert reporting.read_metrics(workdir.metrics)[-1]["error"] == result.evaluation["error"]
+    assert metrics_writer.read_metrics(workdir.metrics)[-1]["error"] == result.evaluation["error"]
     assert all(path.stat().st_size > 100 for path in on_disk.glob("events.out.tfevents.*"))
     assert list((on_disk / "profile").rglob("*.xplane.pb"))
     assert tiny_run.run(workdir.path, tiny_run.make_config(8)).step == 8
     assert workdir.steps() == [4, 6, 8]
     assert any("checkpoints/8/params" in name for name in server.written)
     assert [path.name for path in tmp_path.iterdir()] == ["objects"], "nothing outside the bucket"
-    steps = [line["step"] for line in reporting.read_metrics(workdir.metrics)]
+    steps = [line["step"] for line in metrics_writer.read_metrics(workdir.metrics)]
     assert steps == [2, 4, 4, 6, 6, 8, 8]
 
 
@@ -346,13 +346,13 @@ def test_a_whole_run(bucket, server, tmp_path, monkeypatch):
     ],
 )
 def test_a_bucket_that_nothing_talks_to(name, mentions, monkeypatch):
-    monkeypatch.setattr(files, "_BUCKETS", dict.fromkeys(files._BUCKETS, "no_such"))
-    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(storage, "_BUCKETS", dict.fromkeys(storage._BUCKETS, "no_such"))
+    monkeypatch.setattr(storage.importlib.util, "find_spec", lambda name: None)
     with refused(UserError, name, mentions):
         Workdir(name)
 
 
 def test_a_path_from_the_root(bucket, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert files.absolute(pathlib.Path("run")) == tmp_path / "run"
-    assert files.absolute(bucket[0].path) == bucket[0].path
+    assert storage.absolute(pathlib.Path("run")) == tmp_path / "run"
+    assert storage.absolute(bucket[0].path) == bucket[0].path

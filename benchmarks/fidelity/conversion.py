@@ -62,7 +62,7 @@ def make_networks(size: str, spread: float) -> dict[str, networks.Network]:
         center = 1.0 if path.endswith("/scale") else 0.0
         return (center + spread * rng.standard_normal(leaf.shape)).astype(np.float32)
 
-    flat = networks.flatten(networks.abstract_params(config))
+    flat = networks.flatten_params(networks.abstract_params(config))
     tree = networks.to_tree({path: draw(path, leaf) for path, leaf in flat.items()})
     return networks.split(config, tree)
 

@@ -86,7 +86,7 @@ def _ways(options, mixer, devices):
     import jax
 
     from convbert_jax.config import MeshSection
-    from convbert_jax.training import sharding
+    from convbert_jax.training import partitioning
 
     dtype = "float32" if options.target == "cpu" else "bfloat16"
     sizes = SIZES[options.size]
@@ -94,7 +94,7 @@ def _ways(options, mixer, devices):
         if way == "gathered" and mixer == "attention":
             continue
         count = 1 if way == "one" else DEVICES
-        mesh = sharding.make_mesh(MeshSection(data=1, sequence=count), devices[:count])
+        mesh = partitioning.make_mesh(MeshSection(data=1, sequence=count), devices[:count])
         run, (x, params, ids), make = layer.build(
             layer.Layer(mixer, "xla"), dtype, options.batch, options.length, sizes
         )

@@ -45,8 +45,8 @@ def _measure(results: Results, job: str, config) -> None:
 
     from convbert_jax.analysis import flops
     from convbert_jax.recipes import planning
-    from convbert_jax.training.program import make_program
-    from convbert_jax.training.sharding import make_mesh
+    from convbert_jax.training.partitioning import make_mesh
+    from convbert_jax.training.train_step import make_program
 
     device = jax.devices()[0]
     mesh = make_mesh(config.mesh, [device])

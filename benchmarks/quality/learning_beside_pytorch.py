@@ -39,7 +39,7 @@ def main() -> None:
 
 def compare(folder: str, seeds: list[int]) -> None:
     from convbert_jax.recipes import prepared
-    from convbert_jax.training.reports.reporting import read_metrics
+    from convbert_jax.training.metrics_writer import read_metrics
     from convbert_jax.workdir import Workdir
 
     workdir = Workdir(folder)

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks import timing
-from convbert_jax.machine.allocator import keep_memory
+from convbert_jax.machine import keep_memory
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ class Ours:
         from convbert_jax.finetuning import fitting
         from convbert_jax.finetuning.fitting import Programs
         from convbert_jax.recipes import finetuning as recipe
-        from convbert_jax.training.environment import compilation
+        from convbert_jax.training import environment
 
         data = public_data.folder()
         values, _ = configs.start("speed", "cola", ("cola",))
@@ -71,7 +71,7 @@ class Ours:
         values.finetune.data = str(data / "glue")
         values.finetune.train_rows = rows
         self.config, self.tokenizer, _ = recipe.read_start(from_config_dict(values))
-        compilation.enable_compile_cache(self.config.train.compile_cache)
+        environment.enable_compile_cache(self.config.train.compile_cache)
         mesh = recipe.make_mesh(self.config, jax.devices())
         self.programs = Programs(self.config, jnp.float32, mesh)
         (make,) = recipe.open_tasks(self.config, self.tokenizer)

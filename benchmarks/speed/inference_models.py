@@ -26,8 +26,8 @@ def prepare(folder: Path, size: str, **changed: Any) -> None:
 
     import convbert_jax
     from convbert_jax.interop import conversion, networks
-    from convbert_jax.training import optimizer, state
-    from convbert_jax.training.checkpoints.saving import Checkpoints
+    from convbert_jax.training import optimizer, train_step
+    from convbert_jax.training.checkpoints import Checkpoints
     from convbert_jax.workdir import Workdir
 
     fields = {"data.length": 512, "model.positions": 512}
@@ -43,7 +43,7 @@ def prepare(folder: Path, size: str, **changed: Any) -> None:
 
     params = jax.tree_util.tree_map_with_path(draw, networks.abstract_params(config))
     made = optimizer.make_optimizer(config.optimizer, config.train.steps)
-    filled = state.create(jax.tree.map(jax.numpy.asarray, params), made)
+    filled = train_step.create_state(jax.tree.map(jax.numpy.asarray, params), made)
     filled = dataclasses.replace(filled, step=jax.numpy.asarray(1, jax.numpy.int32))
     run = Workdir(folder / "run")
     with run.open(config):

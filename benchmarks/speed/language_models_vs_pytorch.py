@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 
 from benchmarks.speed.beside_pytorch import END, MIXERS, PAD, WORDS, race, report
-from convbert_jax.machine.allocator import keep_memory
+from convbert_jax.machine import keep_memory
 
 
 def main() -> None:

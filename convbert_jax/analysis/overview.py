@@ -7,9 +7,9 @@ import jax
 
 from convbert_jax.analysis import flops
 from convbert_jax.config import Config, describe_fields
-from convbert_jax.training import state
+from convbert_jax.training import partitioning
 from convbert_jax.training.optimizer import make_optimizer
-from convbert_jax.training.task import Params
+from convbert_jax.training.partitioning import Params
 
 # Chips with a time estimate (keys of `flops.PEAK_FLOPS`), and an MFU that large runs of such models
 # reach (docs/pretraining.md). It was not measured with this package.
@@ -62,7 +62,7 @@ def describe(config: Config, params: Params, leave_out: Collection[str] = ()) ->
 
 def count_parts(params: Params) -> dict[str, int]:
     """Counts the parameters of each part of a model."""
-    return {name: state.count(part) for name, part in params.items()}
+    return {name: partitioning.count_params(part) for name, part in params.items()}
 
 
 def _describe_run(config: Config) -> list[str]:

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from convbert_jax import machine
 from convbert_jax.analysis import flops, overview
 from convbert_jax.config import Config, ConfigError
-from convbert_jax.machine import processor
-from convbert_jax.machine.limits import free_memory
+from convbert_jax.machine import free_memory
 from convbert_jax.ops import products
 from convbert_jax.training.memory import spell_bytes
 
@@ -460,7 +460,7 @@ def this_cpu(rows: int, inputs: int, outputs: int, dtype: jnp.dtype = jnp.float3
     """
     rows = min(rows, _MOST_ROWS)
     speed = _measure_products(rows, inputs, outputs, dtype)
-    in_matrix_unit = dtype == jnp.bfloat16 and processor.multiplies_bfloat16()
+    in_matrix_unit = dtype == jnp.bfloat16 and machine.multiplies_bfloat16()
     return Devices(
         "cpu",
         platform="cpu",

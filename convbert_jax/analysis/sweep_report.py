@@ -22,7 +22,7 @@ import numpy as np
 from etils import epath
 from scipy import stats
 
-from convbert_jax import drawing, files
+from convbert_jax import drawing, storage
 from convbert_jax.analysis import overview
 
 AXES = ("step", "tokens", "flops", "seconds")  # of a learning curve
@@ -373,7 +373,7 @@ def write_markdown(
             parts += [f"## {title}", "\n".join(lines)]
     parts += [f"![{name.removesuffix('.png')}]({name})" for name in figures]
     text = "\n\n".join(parts) + "\n"
-    files.write_text(folder / "report.md", text)
+    storage.write_text(folder / "report.md", text)
     return text
 
 
@@ -414,7 +414,7 @@ def _write(path: epath.Path, header: list[str], table: list[list]) -> None:
     for row in table:
         missing = [isinstance(value, float) and math.isnan(value) for value in row]
         writer.writerow(["" if nan else value for value, nan in zip(row, missing, strict=True)])
-    files.write_text(path, text.getvalue())
+    storage.write_text(path, text.getvalue())
 
 
 def _table(outcome: SweepOutcome, comparisons: Sequence[Comparison], stage: str) -> str:

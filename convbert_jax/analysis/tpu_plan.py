@@ -23,7 +23,7 @@ from convbert_jax.analysis.hlo import (
 from convbert_jax.analysis.tpu_devices import Chip, Topology
 from convbert_jax.config import Config
 from convbert_jax.training.memory import bytes_of_device, spell_bytes, spell_causes
-from convbert_jax.training.state import TrainState
+from convbert_jax.training.train_step import TrainState
 
 ASSUMPTIONS = (
     "the compiler's model. Best case: memory at full bandwidth, communication overlapped where "

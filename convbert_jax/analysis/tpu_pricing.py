@@ -141,9 +141,9 @@ def price_compiled(compiled, target: str, kernels: bool = True) -> Price:
 def make_mesh(target: str):
     """Makes a compile-only mesh of one chip of `target`, with the axes of training."""
     from convbert_jax.config import MeshSection
-    from convbert_jax.training import sharding
+    from convbert_jax.training import partitioning
 
-    return sharding.make_mesh(MeshSection(), make_devices(chip(target).topology)[:1])
+    return partitioning.make_mesh(MeshSection(), make_devices(chip(target).topology)[:1])
 
 
 def compile_for(function, *arguments, target: str):

@@ -11,9 +11,9 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from convbert_jax import files, links
+from convbert_jax import storage
 from convbert_jax.config import UserError
-from convbert_jax.training.checkpoints.reading import load_arrays
+from convbert_jax.training.checkpoints import load_arrays
 from convbert_jax.workdir import Workdir
 
 _TO_SAVE = 60.0  # seconds for a stopped run to save its last checkpoint
@@ -42,9 +42,9 @@ def run(arguments: list[str], workdir: epath.PathLike, *, steps: int) -> str:
     """
     workdir = Workdir(workdir)
     straight, killed = (workdir.trial(name) for name in ("straight", "killed"))
-    links.check(workdir.path)
+    storage.check_links(workdir.path)
     for trial in (straight, killed):
-        files.remove_tree(trial.path)
+        storage.remove_tree(trial.path)
     every = max(1, steps // 8)
     shared = [
         *arguments,

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.command_line.fields import field_types, nearest
 from convbert_jax.config import ConfigError, to_text
 from convbert_jax.config.sections import AutoBool
@@ -78,7 +78,7 @@ def _describe_unknown(path: str, types: Mapping[str, type]) -> str:
 def _parse_json(name: str, value: str) -> tuple:
     """Parses a JSON list of sections; `config` validates them."""
     try:
-        found = files.parse_json(value or "[]")
+        found = storage.parse_json(value or "[]")
     except ValueError as error:
         raise ConfigError(
             f"is not valid JSON ({error}); write a list of objects.", field=name, value=value
@@ -91,7 +91,7 @@ def _parse_json(name: str, value: str) -> tuple:
 def _parse_texts(value: str) -> tuple[str, ...] | None:
     """Parses a JSON list of texts, which may contain commas; returns None if it is not one."""
     try:
-        found = files.parse_json(value)
+        found = storage.parse_json(value)
     except ValueError:
         return None
     is_texts = isinstance(found, list) and all(isinstance(part, str) for part in found)

@@ -34,7 +34,7 @@ from convbert_jax.data.samplers import (
     shuffled,
 )
 from convbert_jax.data.shards import ShardReader, Verification, records_to_pairs
-from convbert_jax.interfaces.batch import Batch, SequenceBatch
+from convbert_jax.interfaces import Batch, SequenceBatch
 
 # A read has a fixed cost for each shard that it touches, so rows are read in blocks.
 BLOCK_ROWS = 8192

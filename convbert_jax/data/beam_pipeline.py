@@ -25,11 +25,11 @@ from pathlib import Path
 
 from absl import logging
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.config import UserError
+from convbert_jax.console import show_progress
 from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.units import Assignment, Work, make_attempts, record_path, remove_attempts
-from convbert_jax.progress import show_progress
 
 WATCH_EVERY = 1.0  # seconds
 _FAILED = ".failed"  # suffix of a file with the error message of a unit
@@ -201,7 +201,7 @@ class _Worker:
         except UserError as error:
             sentence = str(error).replace(str(attempt), str(self.work.job.directory))
             try:
-                files.write_text(self.attempts / f"{name}{_FAILED}", sentence)
+                storage.write_text(self.attempts / f"{name}{_FAILED}", sentence)
             except OSError:  # for example on a full disk
                 raise DataError(sentence) from None
             return

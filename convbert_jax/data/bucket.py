@@ -16,11 +16,11 @@ from pathlib import Path, PurePosixPath
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import storage
+from convbert_jax.console import show_progress
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.prepared import STAMPS, lock
 from convbert_jax.data.units import write_record
-from convbert_jax.progress import show_progress
 
 LIST = "files.json"
 ROWS = ("train-", "validation-")  # prefixes of shards and of their files of lengths
@@ -35,7 +35,7 @@ Listed = Mapping[str, list[int]]  # file name -> [bytes, CRC-32]
 def copy_of(directory: epath.Path, cache: str) -> Path:
     """Returns the path of the local copy of a folder in a bucket, unique for each folder."""
     digest = hashlib.sha256(str(directory).encode()).hexdigest()[:12]
-    return files.expand(cache) / f"{directory.name}-{digest}"
+    return storage.expand(cache) / f"{directory.name}-{digest}"
 
 
 def fetch(directory: epath.Path, cache: str, *, rows: bool = True) -> Path:
@@ -52,7 +52,7 @@ def fetch(directory: epath.Path, cache: str, *, rows: bool = True) -> Path:
       DataError: the folder cannot be copied.
       DamagedFileError: a file does not match its checksum.
     """
-    if not files.is_remote(directory):
+    if not storage.is_remote(directory):
         return Path(directory)
     here = copy_of(directory, cache)
     with lock(here):
@@ -101,12 +101,12 @@ def list_files(directory: epath.Path) -> Listed | None:
     """
     remedy = "delete it and prepare it again"
     try:
-        found = files.read_json(directory / LIST, remedy=remedy, fields={"files": dict})["files"]
+        found = storage.read_json(directory / LIST, remedy=remedy, fields={"files": dict})["files"]
     except FileNotFoundError:
         return None
     for name in found:  # a malicious list must not write outside the copy
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise files.damaged(directory / LIST, f"it names {name}", remedy)
+            raise storage.damaged(directory / LIST, f"it names {name}", remedy)
     return found
 
 
@@ -118,7 +118,7 @@ def _clear(here: Path) -> None:
     """Removes the files of a local copy, except the lock."""
     for path in here.iterdir():
         if path.is_dir():
-            files.remove_tree(path)
+            storage.remove_tree(path)
         elif path.name != "lock":
             path.unlink()
 
@@ -150,7 +150,7 @@ def _bring(directory: epath.Path, here: Path, name: str, expected: list[int]) ->
     source, target = directory / name, here / name
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with source.open("rb") as read, files.replacing(target) as written:
+        with source.open("rb") as read, storage.replacing(target) as written:
             shutil.copyfileobj(read, written, _CHUNK)
     except FileNotFoundError:
         raise DataError(
@@ -165,13 +165,13 @@ def _bring(directory: epath.Path, here: Path, name: str, expected: list[int]) ->
         ) from None
     if _measure(target) != expected:
         target.unlink()
-        raise files.damaged(source, "checksum mismatch", "prepare the folder again")
+        raise storage.damaged(source, "checksum mismatch", "prepare the folder again")
 
 
 def _put(here: Path, directory: epath.Path, name: str) -> None:
     target = directory / name
     try:
-        files.copy(here / name, target)
+        storage.copy(here / name, target)
     except OSError as error:
         raise DataError(
             f"Cannot write {target}: {error.strerror or error}. Check the write permission of this "

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from convbert_jax import progress
+from convbert_jax import console
 from convbert_jax.config import Config, DataSection
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.layouts import Job, heldout_hash, process_unit
@@ -368,7 +368,7 @@ def _make_tokenizer(config: Config, directory: Path, source: Source) -> Tokenize
     """Loads or trains the tokenizer and checks it on a sample of `source`."""
     texts = []
     total = min(CHECKED_BYTES, sum(unit.size for unit in source.units))
-    with progress.show_progress(total, "Reading text to check the vocabulary on") as advance:
+    with console.show_progress(total, "Reading text to check the vocabulary on") as advance:
         for text in sample(source, CHECKED_BYTES):
             texts.append(text)
             advance(len(text))

@@ -23,7 +23,7 @@ from convbert_jax.data.readers.text_files import cut_document
 from convbert_jax.data.shards import Row, ShardWriter, checksum, row_dtype, shard_path, to_records
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, count_characters
 from convbert_jax.data.units import record_path, write_record
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SpecialIds
 
 SHORTEST_PIECE = 16  # tokens; a shorter part of a longer document does not fill the end of a row
 

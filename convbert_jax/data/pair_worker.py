@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import logging
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.config import Config, TokenizerSection
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.layouts import heldout_hash
@@ -316,7 +316,7 @@ def _room(job: Job, pair: tuple[str, str], ids) -> tuple[int, int]:
 
 def _write_lengths(path: Path, lengths: Sequence[tuple[int, int]]) -> None:
     try:
-        with files.replacing(path) as file:
+        with storage.replacing(path) as file:
             file.write(np.asarray(lengths, "<u4").tobytes())
     except OSError as error:
         raise DataError(

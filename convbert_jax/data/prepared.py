@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from absl import logging
 
-from convbert_jax import files, links
+from convbert_jax import storage
 from convbert_jax.config import Config
 from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.readers.sources import refuse_shared_text
@@ -57,9 +57,9 @@ def lock(directory: Path) -> Iterator[None]:
             field="config.data.directory",
             path=directory,
         ) from None
-    with open(directory / "lock", "w", opener=links.no_follow) as file:
+    with open(directory / "lock", "w", opener=storage.no_follow) as file:
         started = logged = time.monotonic()
-        while not files.try_lock(
+        while not storage.try_lock(
             file, f"{directory} cannot be locked; prepare it with one process only."
         ):
             now = time.monotonic()
@@ -74,7 +74,7 @@ def lock(directory: Path) -> Iterator[None]:
                 logging.info("Waiting for another process that prepares %s.", directory)
                 logged = now
             time.sleep(0.2)
-        links.remove_temporary(directory)
+        storage.remove_temporary(directory)
         yield
 
 
@@ -130,7 +130,9 @@ def list_changed(
         return []
     try:
         remedy = "delete it to compare the sources by content"
-        newer = files.read_json(directory / STAMPS, remedy=remedy, fields={"files": dict})["files"]
+        newer = storage.read_json(directory / STAMPS, remedy=remedy, fields={"files": dict})[
+            "files"
+        ]
     except FileNotFoundError:
         newer = {}
     paths = _list_files(sources)
@@ -455,9 +457,9 @@ class Preparation(abc.ABC):
         if not path.is_file():
             return None
         remedy = f"restore a copy, or prepare {cls.new_contents} with {elsewhere(directory)}"
-        metadata = files.read_json(path, remedy=remedy, fields=cls.metadata_fields)
+        metadata = storage.read_json(path, remedy=remedy, fields=cls.metadata_fields)
         if metadata["complete"] and metadata["made_from"].get("kind", "") == cls.kind:
-            metadata = files.read_json(
+            metadata = storage.read_json(
                 path, remedy=remedy, fields={**cls.metadata_fields, **cls.summary_fields}
             )
             try:
@@ -465,7 +467,7 @@ class Preparation(abc.ABC):
                     cls.list_shards(directory, split, counts)
             except ValueError:
                 why = "an entry of its list of shards is invalid"
-                raise files.damaged(path, why, remedy) from None
+                raise storage.damaged(path, why, remedy) from None
         return metadata
 
     def _find_started(
@@ -502,14 +504,14 @@ class Preparation(abc.ABC):
         path = record_path(directory, index)
         remedy = "delete it and start again to prepare this part again"
         try:
-            record = files.read_json(path, remedy=remedy, fields=self.record_fields)
+            record = storage.read_json(path, remedy=remedy, fields=self.record_fields)
         except FileNotFoundError:
             return None
         splits = record["splits"].values()
         valid = all(isinstance(count, int) for split in splits for count in split.values())
         valid &= all("crc32" in split for split in splits if split["rows"])
         if record["unit"] != index or not valid:
-            raise files.damaged(path, "its unit number or its counts are wrong", remedy)
+            raise storage.damaged(path, "its unit number or its counts are wrong", remedy)
         for split, counts in record["splits"].items():
             shard = shard_path(directory, split, index)
             there = [shard, lengths_path(shard)] if "lengths_crc32" in counts else [shard]

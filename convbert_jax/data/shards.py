@@ -17,9 +17,9 @@ import numpy as np
 from absl import logging
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from convbert_jax import links
+from convbert_jax import storage
 from convbert_jax.data.errors import DataError, shorten
-from convbert_jax.files import DamagedFileError, damaged
+from convbert_jax.storage import DamagedFileError, damaged
 
 READ_BYTES = 1 << 22
 
@@ -172,7 +172,7 @@ class ShardWriter:
         """
         self.path = path
         self.rows = 0
-        self._unfinished = links.temporary_name(path)
+        self._unfinished = storage.temporary_name(path)
         self._to_records = to_records
         self._waiting: list[Any] = []
         self._writer = None

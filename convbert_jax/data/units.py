@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from convbert_jax import files
+from convbert_jax import storage
+from convbert_jax.console import show_progress
 from convbert_jax.data.errors import DataError
-from convbert_jax.progress import show_progress
 
 Record = dict[str, Any]
 _ATTEMPTS = "attempts-"
@@ -185,7 +185,7 @@ def write_record(
       DataError: the file cannot be written; an existing file is unchanged.
     """
     try:
-        files.write_json(path, files.seal(content))
+        storage.write_json(path, storage.seal(content))
     except OSError as error:
         raise DataError(
             f"{path} could not be written ({error.strerror}). {remedy}.", field=field, path=path

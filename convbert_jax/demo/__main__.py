@@ -6,9 +6,9 @@ python -m convbert_jax.demo --workdir=runs/mine
 import argparse
 import sys
 
-from convbert_jax import absent
+from convbert_jax import console
 
-with absent.told():
+with console.missing_package_message():
     from convbert_jax import console
     from convbert_jax.config import UserError
     from convbert_jax.config.checks import plugins
@@ -43,7 +43,7 @@ def main() -> None:
         if error.name != "flask":
             raise
         console.fail("The demo needs Flask: pip install flask, or install the extra demo.")
-    with absent.told():
+    with console.missing_package_message():
         from convbert_jax.inference.loading import load
     plugins.allow(options.plugins.split(","))
     try:

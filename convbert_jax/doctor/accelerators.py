@@ -6,8 +6,7 @@ import pathlib
 from collections.abc import Collection
 
 from convbert_jax.doctor.finding import Finding, good, warning, wrong
-from convbert_jax.machine.accelerators import Accelerators
-from convbert_jax.machine.packages import installed
+from convbert_jax.machine import Accelerators, installed
 
 LIBTPU_LOCK = "tmp/libtpu_lockfile"
 _LEAST_DRIVER = {"jax-cuda12-plugin": 525, "jax-cuda13-plugin": 580}  # requirements of CUDA 12, 13

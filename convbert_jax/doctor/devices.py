@@ -5,8 +5,8 @@ import numpy as np
 
 from convbert_jax.config import Config, ConfigError
 from convbert_jax.doctor.finding import Finding, good, warning, wrong
-from convbert_jax.machine.accelerators import Accelerators
-from convbert_jax.training.environment import devices
+from convbert_jax.machine import Accelerators
+from convbert_jax.training import environment
 
 
 def check_devices(config: Config | None, there: Accelerators) -> list[Finding]:
@@ -16,7 +16,7 @@ def check_devices(config: Config | None, there: Accelerators) -> list[Finding]:
       config: config whose platform is checked; None: skip this check.
       there: accelerators known to the operating system, which jax should have found.
     """
-    found = devices.look_for_devices()
+    found = environment.look_for_devices()
     own = jax.local_devices()
     text = f"{len(own)} x {own[0].device_kind} ({own[0].platform})"
     if len(found) > len(own):
@@ -38,7 +38,7 @@ def check_devices(config: Config | None, there: Accelerators) -> list[Finding]:
         findings.append(warning("NVIDIA", f"driver found, but jax uses {platform}", fix))
     if config:
         try:
-            devices.check_devices(config, own[0])
+            environment.check_devices(config, own[0])
         except ConfigError as error:
             return [*findings, Finding("platform", "wrong", str(error).rstrip("."))]
         findings.append(good("platform", f"config.platform='{config.platform}' is available"))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.config import Config
 from convbert_jax.doctor.finding import Finding, good, warning, wrong
 
@@ -22,7 +22,7 @@ _BYTES = 4  # per float32
 def made(folder: epath.Path) -> Iterator[None]:
     """Creates `folder` with its parents, if possible, and removes the created folders at exit."""
     absent: list[epath.Path] = []
-    if not files.is_remote(folder):
+    if not storage.is_remote(folder):
         place = folder
         while not place.exists() and place != place.parent:
             absent.append(place)
@@ -47,7 +47,7 @@ def check_workdir(workdir: epath.Path) -> list[Finding]:
             fix = "choose another --workdir, or grant this user write permission"
             return [wrong("workdir", f"cannot write to {workdir} ({fault})", fix)]
         findings = [good("workdir", f"{workdir} is writable")]
-        if files.is_remote(workdir):
+        if storage.is_remote(workdir):
             text = "a bucket has no locks; a run writes heartbeats, which a second start checks"
             return [*findings, good("locks", text)]
         return [*findings, _check_locks(workdir), _check_clock(workdir)]
@@ -59,7 +59,7 @@ def check_space(workdir: epath.Path, config: Config, parameters: int) -> list[Fi
     Args:
       parameters: number of parameters of the model.
     """
-    if files.is_remote(workdir):
+    if storage.is_remote(workdir):
         return []
     need = max(0, checkpoint_bytes(config, parameters) - _bytes_of_checkpoints(workdir))
     place = workdir
@@ -113,7 +113,7 @@ def check_compile_cache(name: str) -> list[Finding]:
     if not name:
         text = "off: each start compiles everything again"
         return [warning("compile cache", text, "set config.train.compile_cache to a folder")]
-    folder = files.to_path(name)
+    folder = storage.to_path(name)
     with made(folder):
         if fault := _fault_of_writing(folder):
             fix = "set config.train.compile_cache to another folder"
@@ -136,7 +136,7 @@ def _fault_of_writing(folder: epath.Path) -> str:
     text = os.urandom(16).hex()
     try:
         with probe(folder) as path:
-            files.write_text(path, text)
+            storage.write_text(path, text)
             read = path.read_text()
     except (OSError, ImportError) as error:  # ImportError: no library for the bucket
         return getattr(error, "strerror", None) or str(error).partition("\n")[0]
@@ -147,8 +147,8 @@ def _check_locks(folder: epath.Path) -> Finding:
     fix = "run only one process at a time in this folder; nothing prevents a second one"
     with probe(folder) as path, path.open("w") as first, path.open("w") as second:
         try:
-            taken = files.try_lock(first, f"{folder} has no locks.")
-            again = files.try_lock(second, f"{folder} has no locks.")
+            taken = storage.try_lock(first, f"{folder} has no locks.")
+            again = storage.try_lock(second, f"{folder} has no locks.")
         except OSError as error:
             return wrong(
                 "locks",

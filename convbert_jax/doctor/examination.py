@@ -9,7 +9,7 @@ from etils import epath
 from convbert_jax.config import Config
 from convbert_jax.doctor import accelerators, disk, finding, host, versions
 from convbert_jax.doctor.finding import Finding
-from convbert_jax.machine.accelerators import find_accelerators
+from convbert_jax.machine import find_accelerators
 
 # Time limits in seconds, which keep the total below a minute if one check hangs. Without problems,
 # all checks take one or two seconds, except for devices: a TPU may take half a minute.

@@ -4,7 +4,7 @@ import os
 import pathlib
 
 from convbert_jax.doctor.finding import Finding, good, warning
-from convbert_jax.machine.limits import cgroup_limits, free_memory
+from convbert_jax.machine import cgroup_limits, free_memory
 
 _ROOT = pathlib.Path("/")
 _LEAST_MEMORY = 4 * 2**30  # bytes for Python, jax and the compiler, without a model

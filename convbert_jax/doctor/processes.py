@@ -10,7 +10,7 @@ from typing import Any
 
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.config import Config
 from convbert_jax.doctor.finding import Finding, good, warning, wrong
 from convbert_jax.training import consistency, distributed
@@ -55,7 +55,7 @@ def _reads_same(workdir: epath.Path | None) -> bool | None:
         if first and path:
             word = secrets.token_hex(16)
             try:
-                files.write_text(path, word)
+                storage.write_text(path, word)
             except Exception:  # bucket libraries raise errors of any type
                 word = ""
         word = distributed.broadcast(word, LIMIT)

@@ -11,10 +11,10 @@ from convbert_jax.data.corpus import read_metadata
 from convbert_jax.data.parallel_text import read_metadata as read_metadata_of_pairs
 from convbert_jax.data.readers.sources import REMOTE, open_source
 from convbert_jax.doctor.finding import Finding, good
-from convbert_jax.files import is_remote
 from convbert_jax.interop.networks import abstract_params
 from convbert_jax.recipes import finetuning, start
-from convbert_jax.training import state
+from convbert_jax.storage import is_remote
+from convbert_jax.training import partitioning
 from convbert_jax.workdir import Workdir
 
 
@@ -37,7 +37,7 @@ class Start:
         else:
             folder = Workdir(self._workdir)
             self.config = start.read_start(self.config, folder, self._given)[0]
-        self.parameters = state.count(abstract_params(self.config))
+        self.parameters = partitioning.count_params(abstract_params(self.config))
         named = {
             "config.tokenizer.path": self.config.tokenizer.path,
             "config.init_from": self.config.init_from,

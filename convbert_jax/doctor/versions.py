@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 import convbert_jax
 from convbert_jax.doctor.finding import Finding, good, warning, wrong
-from convbert_jax.machine.packages import installed, unmet
+from convbert_jax.machine import installed, unmet
 
 _REQUIREMENTS = pathlib.Path(convbert_jax.__file__).resolve().parents[1] / "requirements.txt"
 # Libraries of jax -> extra of jax that declares the required version.

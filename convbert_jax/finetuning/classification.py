@@ -34,7 +34,7 @@ from convbert_jax.finetuning.task import (
     rows_evaluator,
     warn_of_unknown,
 )
-from convbert_jax.interfaces.evaluator import Evaluator
+from convbert_jax.interfaces import Evaluator
 from convbert_jax.objectives import classification
 
 # Tasks with few labels are compiled with this width, so that most of GLUE shares one program.

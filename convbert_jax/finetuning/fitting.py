@@ -36,22 +36,23 @@ from convbert_jax.finetuning.task import (
     Predicted,
     rows_evaluator,
 )
-from convbert_jax.interfaces.batch import FinetuneBatch
-from convbert_jax.interfaces.evaluator import Evaluator
+from convbert_jax.interfaces import Evaluator, FinetuneBatch
 from convbert_jax.interrupts import Stopped
 from convbert_jax.models import build
 from convbert_jax.models.networks import FinetunedModel, sharding_rules
-from convbert_jax.training import sharding
-from convbert_jax.training.environment import private_jax
-from convbert_jax.training.environment.signals import StopSignals
-from convbert_jax.training.environment.watchdog import Watchdog
-from convbert_jax.training.evaluation import fetch
-from convbert_jax.training.optimizer import make_schedule, make_told_optimizer
-from convbert_jax.training.program import Program, Trainable
-from convbert_jax.training.reports.timing import format_seconds
-from convbert_jax.training.state import fold_in_name
-from convbert_jax.training.step import Drawn, Learning
-from convbert_jax.training.task import Params
+from convbert_jax.training import environment, partitioning
+from convbert_jax.training.loop import fetch_outputs
+from convbert_jax.training.optimizer import make_injected_lr_optimizer, make_schedule
+from convbert_jax.training.partitioning import Params
+from convbert_jax.training.signals import StopSignals, Watchdog
+from convbert_jax.training.timing import format_seconds
+from convbert_jax.training.train_step import (
+    Program,
+    StepInputs,
+    Trainable,
+    TrainStepConfig,
+    fold_in_name,
+)
 
 
 def run_key(seed: jax.Array | int, name: str) -> jax.Array:
@@ -75,10 +76,10 @@ class Programs:
         self._config = config
         self._dtype = dtype
         self._mesh = mesh
-        self._learning = Learning(
-            optimizer=make_told_optimizer(config.optimizer, config.finetune.layer_decay),
+        self._learning = TrainStepConfig(
+            optimizer=make_injected_lr_optimizer(config.optimizer, config.finetune.layer_decay),
             draw=_draw,
-            given_axes=(0, None, None),
+            extra_axes=(0, None, None),
         )
         self._programs: dict[tuple, Program] = {}
         self._starts: dict[tuple, Callable] = {}
@@ -105,13 +106,13 @@ class Programs:
 
     def put_constants(self, task: FinetuneTask):
         """Copy `task.constants` to all devices."""
-        whole = sharding.replicated(self._mesh)
-        return sharding.put_params(dict(task.constants), dict.fromkeys(task.constants, whole))
+        whole = partitioning.replicated(self._mesh)
+        return partitioning.put_params(dict(task.constants), dict.fromkeys(task.constants, whole))
 
     def count_compiled(self) -> int:
         """Count functions compiled or loaded from the cache so far."""
         return sum(program.count_compiled() for program in self._programs.values()) + sum(
-            map(private_jax.count_compiled, self._starts.values())
+            map(environment.count_compiled, self._starts.values())
         )
 
     def _trainable(self, task: FinetuneTask) -> Trainable:
@@ -131,7 +132,7 @@ class Programs:
             model = nnx.merge(graphdef, params)
             return task.predict(model, {**batch, **constants}, dtype=dtype)
 
-        rules = (*sharding_rules(self._config.encoder), *sharding.RULES)
+        rules = (*sharding_rules(self._config.encoder), *partitioning.RULES)
         return Trainable(init, loss, evaluate, rules)
 
     def _draw_start(self, task: FinetuneTask, seed: int, what: str, choose: Callable) -> Params:
@@ -139,7 +140,7 @@ class Programs:
         key = (what, task.outputs.head, len(task.outputs.labels))
         if key not in self._starts:
             self._starts[key] = jax.jit(
-                lambda key: choose(init(key)), out_shardings=sharding.replicated(self._mesh)
+                lambda key: choose(init(key)), out_shardings=partitioning.replicated(self._mesh)
             )
         return jax.device_get(self._starts[key](run_key(seed, "init")))
 
@@ -147,9 +148,9 @@ class Programs:
         return dataclasses.replace(self._config, outputs=outputs)
 
 
-def _draw(step, seed, learning_rate, constants) -> Drawn:
+def _draw(step, seed, learning_rate, constants) -> StepInputs:
     key = jax.random.fold_in(run_key(seed, "loss"), step)
-    return Drawn(key, learning_rate, (constants,))
+    return StepInputs(key, learning_rate, (constants,))
 
 
 def widen_head(params: Params, labels: int, width: int) -> Params:
@@ -264,7 +265,7 @@ def fit(
         mean_length = _mean_length(task, config)
         for length, index in _report(batches, steps, title, per_step, mean_length, done):
             index = index if vectorized else index[0]
-            batch = sharding.put_whole_batch(task.train.batch(index, length), program.rows)
+            batch = partitioning.put_whole_batch(task.train.batch(index, length), program.rows)
             state, _, vitals = watchdog.call(
                 program.train_step, state, batch, seed, rates[done], constants, batch=batch
             )
@@ -308,7 +309,7 @@ def predict(
     watchdog = Watchdog(config.train.hang_seconds)
 
     def run(batch):
-        batch = sharding.put_whole_batch(batch, program.eval_rows)
+        batch = partitioning.put_whole_batch(batch, program.eval_rows)
         outputs = watchdog.call(
             program.eval_step, params, batch, constants, batch=batch, what="the evaluation"
         )
@@ -350,7 +351,7 @@ def evaluate(
         shown = _report(batches, len(batches), title, batch_size, mean_length)
     running = ((index, run(rows.batch(index, length))) for length, index in shown)
     states: list[Any] = []
-    for index, found in fetch(running, ahead=2):
+    for index, found in fetch_outputs(running, ahead=2):
         states = states or [evaluator.init() for _ in next(iter(found.values()))]
         for number, state in enumerate(states):
             outputs = {name: values[number] for name, values in found.items()}
@@ -380,7 +381,7 @@ def buckets_of(config: Config) -> tuple[int, ...]:
 def take_run(fitted: Fitted, task: FinetuneTask, run: int, *, vectorized: bool) -> Params:
     """Gather one run's parameters on the host, without head padding; all processes must call it."""
     params = jax.tree.map(lambda leaf: leaf[run], fitted.params) if vectorized else fitted.params
-    return narrow_head(sharding.gather(params), len(task.outputs.labels))
+    return narrow_head(partitioning.gather(params), len(task.outputs.labels))
 
 
 def _start_params(programs, task, seeds, weights, vectorized) -> Params:

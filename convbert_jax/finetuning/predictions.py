@@ -15,8 +15,8 @@ from absl import logging
 from convbert_jax import drawing
 from convbert_jax.data.tasks.glue import GLUE
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
-from convbert_jax.files import write_text
 from convbert_jax.finetuning import scoring
+from convbert_jax.storage import write_text
 
 BINS = 10
 NUMBERED = 12  # with more labels, the matrix shows no counts

@@ -23,7 +23,6 @@ from convbert_jax.data.tasks import squad
 from convbert_jax.data.tasks.labelled_text import Rows
 from convbert_jax.data.tasks.squad import Question, Windows, make_windows, to_rows
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.files import write_json
 from convbert_jax.finetuning.task import (
     Collected,
     FinetuneTask,
@@ -35,6 +34,7 @@ from convbert_jax.finetuning.task import (
 )
 from convbert_jax.objectives import span_extraction
 from convbert_jax.objectives.span_extraction import NOWHERE
+from convbert_jax.storage import write_json
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

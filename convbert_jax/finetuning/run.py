@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.config import Config, to_dict
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.finetuning import fitting, run_files
@@ -33,10 +33,10 @@ from convbert_jax.finetuning.run_files import (
 )
 from convbert_jax.finetuning.task import FinetuneTask, FinetuningError, Scores
 from convbert_jax.training import consistency, distributed, memory
-from convbert_jax.training.checkpoints.saving import Checkpoints
-from convbert_jax.training.environment.compilation import describe_compile_cache
-from convbert_jax.training.state import TrainState
-from convbert_jax.training.task import Params
+from convbert_jax.training.checkpoints import Checkpoints
+from convbert_jax.training.environment import describe_compile_cache
+from convbert_jax.training.partitioning import Params
+from convbert_jax.training.train_step import TrainState
 from convbert_jax.workdir import Workdir
 
 _LESS_TO_TRAIN = (
@@ -256,7 +256,7 @@ def save_model(workdir: Workdir, config, task, tokenizer, params, steps: int, se
     All processes must call it, with complete `params` on the host.
     """
     if jax.process_index() == 0:
-        files.remove_tree(workdir.path)
+        storage.remove_tree(workdir.path)
         workdir.keep_vocabularies({"": tokenizer.path}, {"": tokenizer.fingerprint})
     distributed.barrier("model's folder emptied")  # no path: hosts may spell it differently
     inside = str((workdir.vocabulary / tokenizer.path.name).relative_to(workdir.path))
@@ -272,7 +272,7 @@ def save_model(workdir: Workdir, config, task, tokenizer, params, steps: int, se
     finally:
         checkpoints.close()
     if jax.process_index() == 0:
-        files.write_json(workdir.config, files.seal(to_dict(own)))
+        storage.write_json(workdir.config, storage.seal(to_dict(own)))
 
 
 def _score(task: FinetuneTask, split: str, state, finite: bool) -> Scores:

@@ -26,14 +26,14 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.config import CheckpointSection, Config
 from convbert_jax.data.tasks.labelled_text import Rows
 from convbert_jax.finetuning.task import FinetuneTask, FinetuningError, Scores
 from convbert_jax.training import distributed
-from convbert_jax.training.checkpoints.saving import Checkpoints
-from convbert_jax.training.state import TrainState
-from convbert_jax.training.task import Params
+from convbert_jax.training.checkpoints import Checkpoints
+from convbert_jax.training.partitioning import Params
+from convbert_jax.training.train_step import TrainState
 from convbert_jax.workdir import Workdir
 
 _NUMBER = (int, float)
@@ -122,19 +122,19 @@ def read_results(workdir: Workdir) -> list[RunResult]:
     """
     path = workdir.results
     try:
-        lines = files.read_json_lines(path, remedy=_REMEDY, fields=_RESULT_FIELDS)
+        lines = storage.read_json_lines(path, remedy=_REMEDY, fields=_RESULT_FIELDS)
     except FileNotFoundError:
         return []
     content = path.read_bytes()
     if not content.endswith(b"\n") and content:
-        with files.replacing(path) as file:
+        with storage.replacing(path) as file:
             file.write(content[: content.rfind(b"\n") + 1])
     results = []
     for number, values in enumerate(lines, start=1):
         try:
             results.append(_to_result(values))
         except (TypeError, ValueError, AttributeError) as error:
-            raise files.damaged(path, f"line {number}: {error}", _REMEDY) from None
+            raise storage.damaged(path, f"line {number}: {error}", _REMEDY) from None
     return results
 
 
@@ -150,7 +150,7 @@ def check_scores(
         lacks = [f"{s} {m}" for s in splits for m in metrics if m not in run.scores.get(s, {})]
         if lacks:
             what = f"the result of {run.task}, seed {run.seed}, {run.setting} has no {lacks[0]}"
-            raise files.damaged(workdir.results, what, _REMEDY)
+            raise storage.damaged(workdir.results, what, _REMEDY)
 
 
 def _to_result(values: dict[str, Any]) -> RunResult:
@@ -194,8 +194,8 @@ def append_result(workdir: Workdir, result: RunResult) -> None:
         split: {name: _finite(v) for name, v in scores.items()}
         for split, scores in result.scores.items()
     }
-    with contextlib.closing(files.Lines(workdir.results)) as lines:
-        lines.append(json.dumps(files.seal(values)))
+    with contextlib.closing(storage.Lines(workdir.results)) as lines:
+        lines.append(json.dumps(storage.seal(values)))
 
 
 def _finite(value: float) -> float | None:
@@ -271,7 +271,7 @@ class Unfinished:
         if self._checkpoints is None:
             if jax.process_index() == 0:
                 self._folder.path.mkdir(parents=True, exist_ok=True)
-                files.write_json(self._folder.unfinished_run, self._run)
+                storage.write_json(self._folder.unfinished_run, self._run)
             distributed.barrier("unfinished run named")
         self._open().save(state, self._run)
 
@@ -286,7 +286,7 @@ class Unfinished:
         self.close()
         distributed.barrier("unfinished run closed")
         if jax.process_index() == 0:
-            files.remove_tree(self._folder.path)
+            storage.remove_tree(self._folder.path)
         distributed.barrier("unfinished run removed")
 
     def _open(self) -> Checkpoints:
@@ -304,7 +304,7 @@ class Unfinished:
             return _NOTHING
         remedy = f"delete {self._folder} to restart that run from the beginning"
         try:
-            found = files.read_json(self._folder.unfinished_run, remedy=remedy)
+            found = storage.read_json(self._folder.unfinished_run, remedy=remedy)
         except FileNotFoundError:  # killed before the first checkpoint
             return _ANOTHERS
         return _OURS if found == self._run else _ANOTHERS
@@ -358,9 +358,9 @@ class Provenance:
         self._kept = {"weights": None, "tasks": {}}
         if self._begun and self._place.exists():
             remedy = "delete it to continue with the current weights and rows"
-            self._kept = files.read_json(self._place, remedy=remedy, fields=_PROVENANCE_FIELDS)
+            self._kept = storage.read_json(self._place, remedy=remedy, fields=_PROVENANCE_FIELDS)
             if not all(isinstance(splits, dict) for splits in self._kept["tasks"].values()):
-                raise files.damaged(self._place, "a task has no splits", remedy)
+                raise storage.damaged(self._place, "a task has no splits", remedy)
 
     def bind_weights(self, weights: Params | None) -> None:
         """Check and record the weights.
@@ -408,7 +408,7 @@ class Provenance:
             self._kept |= values
             if jax.process_index() == 0:
                 self._workdir.path.mkdir(parents=True, exist_ok=True)
-                files.write_json(self._place, self._kept)
+                storage.write_json(self._place, self._kept)
 
 
 def _under_way(workdir: Workdir) -> set[str]:
@@ -417,7 +417,7 @@ def _under_way(workdir: Workdir) -> set[str]:
     if not place.exists() or not workdir.unfinished.steps():
         return set()
     remedy = f"delete {workdir.unfinished} to restart that run from the beginning"
-    return {files.read_json(place, remedy=remedy, fields={"task": str})["task"]}
+    return {storage.read_json(place, remedy=remedy, fields={"task": str})["task"]}
 
 
 def _add(digest, name: str, array: np.ndarray) -> None:

@@ -10,7 +10,7 @@ from absl import logging
 from convbert_jax.config import Config, OutputsSection, UserError
 from convbert_jax.data.tasks.labelled_text import Rows
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, count_characters
-from convbert_jax.interfaces.evaluator import Evaluator, Outputs
+from convbert_jax.interfaces import Evaluator, Outputs
 from convbert_jax.objectives.classification import RowLosses
 
 ROW = "row"  # key of a batch's row numbers [B]; negative for fillers

@@ -27,9 +27,8 @@ from convbert_jax.inference.texts import make_texts
 from convbert_jax.interop import matching, sources
 from convbert_jax.models import build
 from convbert_jax.models.networks import MODELS
-from convbert_jax.training import evaluation, memory
-from convbert_jax.training.environment import private_jax
-from convbert_jax.training.task import Params
+from convbert_jax.training import environment, loop, memory
+from convbert_jax.training.partitioning import Params
 from convbert_jax.workdir import Workdir
 
 _OF_SCORES = ("test_sources", "score_words")  # fields of config.decoding for scoring only
@@ -284,7 +283,7 @@ class Writer:
     @property
     def programs(self) -> int:
         """Number of compiled programs: one per shape and method."""
-        return private_jax.count_compiled(self._run)
+        return environment.count_compiled(self._run)
 
     def write(
         self,
@@ -319,7 +318,7 @@ class Writer:
             )
         )  # fmt: skip
         running = (self._start(batch, read, numbers[good], decoding) for batch in dealt)
-        found = zip(dealt, evaluation.fetch(running, ahead=1), strict=True)
+        found = zip(dealt, loop.fetch_outputs(running, ahead=1), strict=True)
         hidden = None if title else True
         explained = memory.explain_out_of_memory(
             f"generating texts for up to {decoding.batch_tokens} tokens at once", _LESS_MEMORY,

@@ -23,8 +23,7 @@ from convbert_jax.inference.predictor import Predictor
 from convbert_jax.interop import matching, sources
 from convbert_jax.interop.networks import Network, join, split
 from convbert_jax.interop.sources import read_tokenizer
-from convbert_jax.training import sharding
-from convbert_jax.training.environment import compilation, devices
+from convbert_jax.training import environment, partitioning
 from convbert_jax.workdir import Workdir
 
 # head of a network -> (kind of task, config.outputs.head)
@@ -219,7 +218,7 @@ def open_teacher(path: str) -> "Teacher":
             field="config.finetune.distill_from",
             value=path,
         )
-    dtype = devices.compute_dtype(config, jax.devices()[0])
+    dtype = environment.compute_dtype(config, jax.devices()[0])
     return Teacher(
         path, Predictor(config, params, tokenizer, dtype), run_files.checksum_weights(params)
     )
@@ -265,7 +264,7 @@ class Teacher:
             logging.info("%s: predicting %d texts by teacher %s.", task.name, len(texts), self.path)
             # One device per process: the mesh of the run would shard rows over devices of other
             # processes.
-            with jax.set_mesh(sharding.make_mesh(MeshSection(data=1), jax.local_devices()[:1])):
+            with jax.set_mesh(partitioning.make_mesh(MeshSection(data=1), jax.local_devices()[:1])):
                 found = self.predictor.predict([Example("", text, None) for text in texts])
             if task.kind == "regression":
                 return found[:, None] / task.scale
@@ -317,7 +316,7 @@ def _load_run(
     path: str, workdir: Workdir, step: int | None, dtype: str | None, average: int | None
 ) -> Model | TextModel:
     config = matching.for_any_machine(workdir.read_config(), path)
-    compilation.enable_compile_cache(Config().train.compile_cache)
+    environment.enable_compile_cache(Config().train.compile_cache)
     if average is not None and not config.writes_text:
         raise ModelError(
             f"is only supported for generative models; {path} is a run of "
@@ -361,7 +360,7 @@ def _load_source(path: str, vocabulary: str | None, texts: int | None, dtype: st
             f"load({path!r}, vocabulary='vocab.txt').",
             path=path,
         )
-    compilation.enable_compile_cache(Config().train.compile_cache)
+    environment.enable_compile_cache(Config().train.compile_cache)
     config, params, length = Config(), None, source.networks["main"].embeddings.positions
     if has_finetuned_head(source):
         config, params, tokenizer = from_source(path, source, texts)
@@ -384,6 +383,6 @@ def _load_source(path: str, vocabulary: str | None, texts: int | None, dtype: st
 def _choose_dtype(config: Config, dtype: str | None) -> jnp.dtype:
     if dtype not in (None, "float32", "bfloat16"):
         raise ModelError("must be 'float32' or 'bfloat16'.", field="dtype", value=dtype)
-    device = devices.find_devices(config)[0]
-    return devices.compute_dtype(dataclasses.replace(config, compute_dtype=dtype) if dtype else
+    device = environment.find_devices(config)[0]
+    return environment.compute_dtype(dataclasses.replace(config, compute_dtype=dtype) if dtype else
                                  config, device)  # fmt: skip

@@ -21,8 +21,7 @@ from convbert_jax.finetuning.fitting import predict_rows
 from convbert_jax.inference.predictor import choose_batch_sizes
 from convbert_jax.interop.networks import Network, make_modules, stack, to_tree
 from convbert_jax.ops import dispatch
-from convbert_jax.training import memory
-from convbert_jax.training.environment import private_jax
+from convbert_jax.training import environment, memory
 
 PRETRAINING_HEADS = ("mlm_head", "rtd_head")
 # (modules by name, hidden states [B, L, C], batch, option) -> arrays [B, ...] by name
@@ -66,7 +65,7 @@ class NetworkOnDevice:
     @property
     def programs(self) -> int:
         """Number of compiled programs: one per batch shape, `finish`, option and capture."""
-        return private_jax.count_compiled(self._run)
+        return environment.count_compiled(self._run)
 
     def lower(self, batch: Any, finish: Finish, option: Any = None) -> jax.stages.Lowered:
         """Lowers the program that `run` compiles."""

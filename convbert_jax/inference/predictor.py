@@ -17,12 +17,12 @@ from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.finetuning import classification, fitting, question_answering, scoring
 from convbert_jax.finetuning import predictions as prediction_files
 from convbert_jax.finetuning.question_answering import THRESHOLDS
-from convbert_jax.machine.limits import available_threads
+from convbert_jax.machine import available_threads
 from convbert_jax.models import build
 from convbert_jax.models.networks import FinetunedModel
 from convbert_jax.ops import dispatch
 from convbert_jax.training import memory
-from convbert_jax.training.task import Params
+from convbert_jax.training.partitioning import Params
 
 # Examples -> a dict per example with "prediction" and more, or only "problem": the reason why there
 # is no prediction, as the rest of a sentence that begins with "line N".

@@ -33,9 +33,9 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.input_rows import InputRow, ModelInput
 from convbert_jax.data.tasks.labelled_text import Example
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.files import expand, parse_json, read_json, write_json
 from convbert_jax.inference.predictor import Answer
-from convbert_jax.training.task import Params
+from convbert_jax.storage import expand, parse_json, read_json, write_json
+from convbert_jax.training.partitioning import Params
 
 DELIMITERS = {".tsv": "\t", ".csv": ","}  # file name suffix -> delimiter
 

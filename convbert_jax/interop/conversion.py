@@ -9,10 +9,9 @@ from pathlib import Path
 from absl import logging
 from etils import epath
 
-from convbert_jax import files, links
+from convbert_jax import storage
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.files import damaged, parse_json
 from convbert_jax.interop import (
     huggingface,
     huggingface_tokenizer,
@@ -24,6 +23,7 @@ from convbert_jax.interop import (
 )
 from convbert_jax.interop.networks import ConversionError, Network, split
 from convbert_jax.interop.sources import read_tokenizer
+from convbert_jax.storage import damaged, parse_json
 from convbert_jax.workdir import Workdir
 
 _FORMS = ("huggingface", "tensorflow1", "stablehlo")
@@ -69,9 +69,9 @@ def export(
     tokenizer, section = read_tokenizer(workdir, config)
     networks = split(config, params)
     if not output:
-        links.check(workdir.path)
+        storage.check_links(workdir.path)
         output = workdir.export(form, step)
-    output = files.to_path(output)
+    output = storage.to_path(output)
     _check_output(output, workdir.path)
     return _write(
         output,
@@ -101,7 +101,7 @@ def convert(
       output, form, with_generator: as in `export`, which raises the same errors.
     """
     _check_form(form)
-    output = files.to_path(output)
+    output = storage.to_path(output)
     _check_output(output, Path(path))
     source = sources.read_source(path)
     if source.ignored:
@@ -302,11 +302,11 @@ def replace_folder(
             "--output.",
             path=output,
         )
-    if files.is_remote(output):
-        with files.written_locally(output) as place:
+    if storage.is_remote(output):
+        with storage.written_locally(output) as place:
             write(place)
             weight_files.write_manifest(place, source, **said)
-            files.remove_tree(output)  # only when the new folder is complete
+            storage.remove_tree(output)  # only when the new folder is complete
         return
     unfinished = output.with_name(output.name + ".unfinished")
     try:
@@ -327,7 +327,7 @@ def replace_folder(
 
 
 def _place(path: Path) -> Path:
-    return path if files.is_remote(path) else Path(os.path.realpath(os.path.expanduser(path)))
+    return path if storage.is_remote(path) else Path(os.path.realpath(os.path.expanduser(path)))
 
 
 def _check_form(form: str) -> None:

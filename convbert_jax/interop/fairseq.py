@@ -30,13 +30,13 @@ from convbert_jax.config.sequences import (
     derive_encoder_decoder,
     derive_language_model,
 )
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SpecialIds
 from convbert_jax.interop import weight_files
 from convbert_jax.interop.fairseq_arguments import Outline, derive_outline, find_arguments
 from convbert_jax.interop.networks import ConversionError, to_tree
 from convbert_jax.interop.weight_files import check_finite, shown
 from convbert_jax.models.networks import EncoderDecoder, LanguageModel
-from convbert_jax.training.state import flatten
+from convbert_jax.training.partitioning import flatten_params
 
 BEGIN, PAD, END, UNKNOWN = SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 # Decoders begin and end with </s>, so it is both [CLS] and [SEP]. fairseq does not use <s>.
@@ -274,7 +274,7 @@ def _shapes(config: EncoderDecoderConfig | LanguageModelConfig) -> dict[str, tup
     make = LanguageModel if isinstance(config, LanguageModelConfig) else EncoderDecoder
     model = nnx.eval_shape(lambda: make(config, nnx.Rngs(0)))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return {path: leaf.shape for path, leaf in flatten(params).items()}
+    return {path: leaf.shape for path, leaf in flatten_params(params).items()}
 
 
 def _tensor_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:

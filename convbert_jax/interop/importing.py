@@ -12,7 +12,7 @@ import optax
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.config import Config, from_config_dict, to_dict
 from convbert_jax.data.pair_worker import SIDES
 from convbert_jax.data.tokenizer.pieces_model import SUFFIX
@@ -22,7 +22,6 @@ from convbert_jax.data.tokenizer.tokenizer import (
     follow_file,
     load_tokenizer,
 )
-from convbert_jax.files import expand
 from convbert_jax.interop import huggingface, matching, parity
 from convbert_jax.interop.fairseq import Dictionary, FairseqModel, read
 from convbert_jax.interop.networks import ConversionError, Report, abstract_params, join
@@ -34,9 +33,10 @@ from convbert_jax.interop.sources import (
     read_source,
     trained_folder,
 )
-from convbert_jax.training import state
-from convbert_jax.training.checkpoints import saving as checkpoint
-from convbert_jax.training.checkpoints.saving import Checkpoints
+from convbert_jax.storage import expand
+from convbert_jax.training import checkpoints as checkpoints_lib
+from convbert_jax.training import partitioning, train_step
+from convbert_jax.training.checkpoints import Checkpoints
 from convbert_jax.training.optimizer import make_optimizer
 from convbert_jax.workdir import Workdir
 
@@ -82,7 +82,7 @@ def import_run(
     filled = _state(config, source, params)
     with workdir.open(config):
         keep_vocabularies(workdir, config, [tokenizer])  # before the checkpoint, which completes it
-        checkpoints = checkpoint.Checkpoints(workdir.checkpoints, config.checkpoint)
+        checkpoints = checkpoints_lib.Checkpoints(workdir.checkpoints, config.checkpoint)
         try:
             checkpoints.save(filled, {}, last=True)  # no data state: data start at the first row
         finally:
@@ -250,9 +250,9 @@ def certify(path: str, source: Source) -> None:
             logging.info("%s: %s", name, line)
 
 
-def _state(config: Config, source: Source, params) -> state.TrainState:
+def _state(config: Config, source: Source, params) -> train_step.TrainState:
     transformation = make_optimizer(config.optimizer, config.train.steps)
-    fresh = state.create(jax.tree.map(jax.numpy.asarray, params), transformation)
+    fresh = train_step.create_state(jax.tree.map(jax.numpy.asarray, params), transformation)
     if source.moments is None:
         if source.step:
             logging.info("The source has no Adam moments; the run starts at step 0 with a warm-up.")
@@ -317,7 +317,7 @@ def import_fairseq(
         field in `given`; or `folder` already contains a run.
     """
     workdir = _new_workdir(folder)
-    found = read(Path(files.expand(path)))
+    found = read(Path(storage.expand(path)))
     _check_recipe(found, path, config)
     names = _vocabulary_names(found)
     fields = matching.keep_given(_fairseq_fields(found), config, given, path)
@@ -336,7 +336,7 @@ def import_fairseq(
         params = jax.tree.map(jax.numpy.asarray, found.params)
         checkpoints = Checkpoints(workdir.checkpoints, config.checkpoint)
         try:
-            checkpoints.save(state.create(params, transformation), {}, last=True)
+            checkpoints.save(train_step.create_state(params, transformation), {}, last=True)
         finally:
             checkpoints.close()
     logging.info("Wrote step 0 to %s. Use it with --mode=predict --workdir=%s.", folder, folder)
@@ -384,7 +384,7 @@ def _vocabulary_names(found: FairseqModel) -> tuple[str, ...]:
 
 
 def _vocabulary_paths(workdir: Workdir, names: tuple[str, ...]) -> dict[str, str]:
-    source, *target = (str(files.absolute(_vocabulary_path(workdir, name))) for name in names)
+    source, *target = (str(storage.absolute(_vocabulary_path(workdir, name))) for name in names)
     return {
         "tokenizer.path": source,
         "parallel.target_vocabulary": target[0] if target else "",
@@ -400,7 +400,7 @@ def _vocabulary_path(workdir: Workdir, name: str) -> epath.Path:
 def _check_shapes(found: FairseqModel, config: Config) -> None:
     """Asserts that the parameters have the names and shapes of the run's model."""
     wanted, loaded = (
-        {name: leaf.shape for name, leaf in state.flatten(tree).items()}
+        {name: leaf.shape for name, leaf in partitioning.flatten_params(tree).items()}
         for tree in (abstract_params(config), found.params)
     )
     assert wanted == loaded, wanted.items() ^ loaded.items()
@@ -408,5 +408,5 @@ def _check_shapes(found: FairseqModel, config: Config) -> None:
 
 def _write_dictionary(path: epath.Path, dictionary: Dictionary) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with files.replacing(path) as file:
+    with storage.replacing(path) as file:
         file.write("".join(f"{entry}\n" for entry in dictionary.entries).encode())

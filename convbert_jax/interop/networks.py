@@ -31,7 +31,8 @@ from convbert_jax.models.embeddings import Embeddings
 from convbert_jax.models.encoder import Encoder
 from convbert_jax.models.layers import initializers
 from convbert_jax.models.networks import MODELS
-from convbert_jax.training.state import flatten, fold_in_name
+from convbert_jax.training.partitioning import flatten_params
+from convbert_jax.training.train_step import fold_in_name
 
 
 class ConversionError(UserError):
@@ -230,7 +231,7 @@ def split(config: Config, params, fold=np.add) -> dict[str, Network]:
       fold: (shared, own) -> embeddings of the main network if they are disentangled
         (`config.generator.disentangle_embeddings`). The default, a sum, is right for parameters.
     """
-    flat = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
+    flat = {path: np.asarray(leaf) for path, leaf in flatten_params(params).items()}
     result = {}
     for name, parts in places(config).items():
         embeddings, encoder = _sizes(config, name)
@@ -277,7 +278,7 @@ def join(
     found: dict[str, tuple[str, np.ndarray]] = {}
     ignored = []
     abstract = abstract_params(config)
-    wanted = flatten(abstract)
+    wanted = flatten_params(abstract)
     sources = places(config)
     for name, network in networks.items():
         roots = sources.get(name, {})
@@ -310,7 +311,7 @@ def join(
     paths = list(wanted)
     if start is None and any(path not in found for path in paths):
         start = initial_params(config)
-    rest = flatten(start) if start else {}
+    rest = flatten_params(start) if start else {}
     filled = [
         found[path][1].astype(np.float32) if path in found else np.asarray(rest[path])
         for path in paths
@@ -506,7 +507,7 @@ def shapes(
       outputs: head -> number of logits.
     """
     parts = make_modules(embeddings, encoder, outputs)
-    flat = flatten(nnx.to_pure_dict(nnx.state(parts, nnx.Param)))
+    flat = flatten_params(nnx.to_pure_dict(nnx.state(parts, nnx.Param)))
     # Broadcasting a scalar avoids allocating arrays whose shape alone is needed.
     counted = unstack({path: np.broadcast_to(0.0, leaf.shape) for path, leaf in flat.items()})
     return {path: leaf.shape for path, leaf in counted.items()}

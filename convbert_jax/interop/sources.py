@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import logging
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.config import Config, TokenizerSection, to_text
 from convbert_jax.data import bucket, corpus, pair_worker, parallel_text
 from convbert_jax.data.tokenizer.tokenizer import KINDS, Tokenizer, TokenizerError, load_tokenizer
@@ -32,8 +32,7 @@ from convbert_jax.interop.networks import (
     to_tree,
 )
 from convbert_jax.interop.weight_files import check_finite, shown
-from convbert_jax.training import state
-from convbert_jax.training.checkpoints import reading as checkpoint_reading
+from convbert_jax.training import checkpoints, partitioning
 from convbert_jax.workdir import Workdir
 
 
@@ -80,14 +79,14 @@ def read_source(path: str) -> Source:
 
 
 def _read_source(path: str) -> Source:
-    folder = files.to_path(path)
+    folder = storage.to_path(path)
     workdir = Workdir(folder)
     if workdir.holds_run():
         run = workdir.read_config()
         step, params = read_params(workdir, run)
         section = dataclasses.asdict(read_tokenizer(workdir, run)[1])
         return Source("run", split(run, params), step=step, tokenizer=section)
-    if files.is_remote(folder):
+    if storage.is_remote(folder):
         raise ConversionError(
             f"{path} is not a run. Foreign weights in a bucket must be copied to a local disk "
             "first.",
@@ -138,8 +137,8 @@ def read_params(workdir: Workdir, config: Config, step: int | None = None) -> tu
       ConversionError: a parameter contains NaN or infinity.
     """
     folder = workdir.checkpoints
-    step, params = checkpoint_reading.load_params(folder, abstract_params(config), step)
-    check_finite(state.flatten(params), f"{folder / str(step)}")
+    step, params = checkpoints.load_params(folder, abstract_params(config), step)
+    check_finite(partitioning.flatten_params(params), f"{folder / str(step)}")
     return step, params
 
 
@@ -150,7 +149,7 @@ def read_moments(workdir: Workdir, config: Config, step: int | None = None):
       (step, (first moments, second moments)), each as networks of `config`. All parts of the
       checkpoint of that step are complete.
     """
-    step, arrays = checkpoint_reading.load_arrays(workdir.checkpoints, step)
+    step, arrays = checkpoints.load_arrays(workdir.checkpoints, step)
 
     def networks(kind: str) -> dict[str, Network]:
         parts = (name.partition(f"/{kind}/") for name in arrays)
@@ -310,12 +309,12 @@ def use_copies(workdir: Workdir, config: Config) -> Config:
     Whether the copy is the same vocabulary is checked against the rows. The config of a run in a
     bucket is unchanged, because paths of local copies would differ between processes.
     """
-    if files.is_remote(workdir.path):
+    if storage.is_remote(workdir.path):
         return config
     paths = [config.tokenizer.path, config.parallel.target_vocabulary]
     for number, (name, section) in enumerate(_sections(config)):
         copy = workdir.vocabulary / name / _file_name(section)
-        if section.path and not files.expand(section.path).exists() and copy.is_file():
+        if section.path and not storage.expand(section.path).exists() and copy.is_file():
             logging.warning("%s does not exist; using the run's copy %s.", section.path, copy)
             paths[number] = str(copy.absolute())
     return dataclasses.replace(
@@ -373,7 +372,7 @@ def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeni
     if all(copy.is_file() for copy in copies):
         where, learned = workdir.vocabulary, workdir.read_fingerprints()
         found = [
-            load_tokenizer(dataclasses.replace(s, path=str(files.local_copy(copy))), Path())
+            load_tokenizer(dataclasses.replace(s, path=str(storage.local_copy(copy))), Path())
             for (_, s), copy in zip(sections, copies, strict=True)
         ]
     else:  # the run has no copies

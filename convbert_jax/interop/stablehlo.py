@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from convbert_jax.config import EncoderConfig, mixers
 from convbert_jax.interop.networks import ConversionError, Network, make_modules, stack, to_tree
 from convbert_jax.interop.weight_files import save_arrays
-from convbert_jax.training.state import flatten
+from convbert_jax.training.partitioning import flatten_params
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 INPUTS = ("tokens", "segment_ids", "type_ids")  # int32 [batch, length]
@@ -64,7 +64,7 @@ def write(folder: Path, network: Network) -> None:
         ) from error
     (folder / "encoder.jax_export").write_bytes(serialized)
     (folder / "encoder.mlir").write_bytes(exported.mlir_module_serialized)
-    ordered = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
+    ordered = {path: np.asarray(leaf) for path, leaf in flatten_params(params).items()}
     save_arrays(folder / "parameters.safetensors", ordered)
     signature = {
         "platforms": PLATFORMS,

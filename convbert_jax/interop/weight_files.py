@@ -23,8 +23,8 @@ import safetensors
 from absl import logging
 from safetensors.numpy import save_file
 
-from convbert_jax.files import parse_json
 from convbert_jax.interop.networks import ConversionError
+from convbert_jax.storage import parse_json
 
 _LARGEST_JSON = 1 << 25  # bytes; the largest tokenizer.json of a BERT has 5 million
 LARGEST = 1 << 20  # largest accepted model dimension; a larger one means a damaged file

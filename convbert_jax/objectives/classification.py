@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from convbert_jax.interfaces.batch import LogitsBatch, TagBatch, TextBatch
+from convbert_jax.interfaces import LogitsBatch, TagBatch, TextBatch
 from convbert_jax.objectives.cross_entropy import cross_entropy
 
 _NEVER = -1e9  # logit of outputs that the task does not have

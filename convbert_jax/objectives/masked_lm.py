@@ -10,8 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import Config
-from convbert_jax.interfaces.batch import Batch, PairBatch
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import Batch, PairBatch, SpecialIds
 from convbert_jax.objectives import distillation, masking, metrics
 from convbert_jax.objectives.cross_entropy import cross_entropy, top1_accuracy
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from convbert_jax.config import ObjectiveSection
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SpecialIds
 from convbert_jax.objectives.cross_entropy import BLOCK, add_up_blocks, add_up_marked, weigh
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
-from convbert_jax.interfaces.evaluator import Evaluator
+from convbert_jax.interfaces import Evaluator
 
 _RANKED = 65_536  # maximum positions ranked per batch; sorting does not scale over devices
 

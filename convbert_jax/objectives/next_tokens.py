@@ -5,8 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from convbert_jax.config import Config
-from convbert_jax.interfaces.batch import Batch, LanguageBatch
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import Batch, LanguageBatch, SpecialIds
 from convbert_jax.objectives import metrics, written_text
 
 

@@ -9,8 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from convbert_jax.config import Config
-from convbert_jax.interfaces.batch import Batch
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import Batch, SpecialIds
 from convbert_jax.objectives import distillation, masked_lm, masking, metrics
 from convbert_jax.objectives.cross_entropy import cross_entropy
 from convbert_jax.ops.partitioning import several_cpus

@@ -17,8 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from convbert_jax.config import Config
-from convbert_jax.interfaces.batch import Batch, SequenceBatch
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import Batch, SequenceBatch, SpecialIds
 from convbert_jax.objectives import masking, metrics, written_text
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from convbert_jax.interfaces.batch import AnswerBatch
+from convbert_jax.interfaces import AnswerBatch
 from convbert_jax.objectives.classification import RowLosses
 from convbert_jax.objectives.cross_entropy import cross_entropy
 

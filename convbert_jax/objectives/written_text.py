@@ -10,9 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import Config
-from convbert_jax.interfaces.batch import LanguageBatch, SequenceBatch
-from convbert_jax.interfaces.evaluator import Evaluator
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import Evaluator, LanguageBatch, SequenceBatch, SpecialIds
 from convbert_jax.objectives import metrics
 from convbert_jax.objectives.cross_entropy import cross_entropy, top1_accuracy
 

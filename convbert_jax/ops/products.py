@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from convbert_jax.machine import processor
+from convbert_jax import machine
 from convbert_jax.ops import dispatch, partitioning
 
 DENSE = "dense"
@@ -159,7 +159,7 @@ def _on_a_cpu(equation, x, y):
 
 
 def _on_matrix_unit(x, y):
-    return x.dtype == y.dtype == jnp.bfloat16 and processor.multiplies_bfloat16()
+    return x.dtype == y.dtype == jnp.bfloat16 and machine.multiplies_bfloat16()
 
 
 def _written(equation, x, y, dtype):

@@ -23,9 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from convbert_jax import files
+from convbert_jax import machine, storage
 from convbert_jax.config import UserError
-from convbert_jax.machine import packages
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def find_fault(
     arguments = shrink(arguments)
     call = describe(arguments, options)
     client = device.client.platform_version
-    jaxlib = packages.installed("jaxlib")
+    jaxlib = machine.installed("jaxlib")
     versions = f"jax {jax.__version__}, jaxlib {jaxlib}, {' '.join(client.split())}"
     key = f"{op} {name} {_hash_sources()}: {call}; {device.device_kind}, {versions}"
     if key in _passed:
@@ -132,13 +131,13 @@ def _hash_sources() -> str:
 
 def _path() -> os.PathLike | None:
     folder = jax.config.jax_compilation_cache_dir
-    return files.to_path(folder) / FILE if folder else None
+    return storage.to_path(folder) / FILE if folder else None
 
 
 def _read_verdicts() -> dict[str, float]:
     """Returns the results of this and earlier runs; none if the file cannot be read."""
     try:
-        kept = files.read_json(_path(), remedy="remove it") if _path() else {}
+        kept = storage.read_json(_path(), remedy="remove it") if _path() else {}
     except (OSError, UserError):
         return {}
     kept = kept if isinstance(kept, dict) else {}
@@ -151,7 +150,7 @@ def _keep_verdict(key: str, error: float) -> None:
     if not _path() or kept.get(key) == error:
         return
     try:
-        files.write_json(_path(), kept | {key: error})
+        storage.write_json(_path(), kept | {key: error})
     except (OSError, UserError) as failure:
         log.info("Cannot write %s (%s); the next run checks the kernels again.", _path(), failure)
 

@@ -13,17 +13,15 @@ from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
 
-from convbert_jax import files, links
+from convbert_jax import storage
 from convbert_jax.analysis import pretraining_report
 from convbert_jax.config import Config
 from convbert_jax.inference.generation import read_mean
 from convbert_jax.interop.sources import check_learned
 from convbert_jax.recipes import prepared, scoring, start, tasks
 from convbert_jax.recipes.results import EvaluationResult
-from convbert_jax.training import evaluation, memory, sharding
-from convbert_jax.training.checkpoints import reading as checkpoint_reading
-from convbert_jax.training.environment import compilation, devices
-from convbert_jax.training.program import make_program
+from convbert_jax.training import checkpoints, environment, loop, memory, partitioning
+from convbert_jax.training.train_step import make_program
 from convbert_jax.workdir import Workdir
 
 
@@ -58,14 +56,14 @@ def evaluate(
     workdir = Workdir(folder)
     step = workdir.choose_step(step)
     if output:
-        check_output(files.to_path(output), "eval", ("workdir", "step"))
+        check_output(storage.to_path(output), "eval", ("workdir", "step"))
     else:
-        links.check(workdir.path)
+        storage.check_links(workdir.path)
     if step is None and jax.process_count() > 1:  # a running job may save in between
         step = int(multihost_utils.broadcast_one_to_all(np.int32(workdir.steps()[-1])))
-    found = devices.find_devices(config)
-    logging.info("Evaluating on %s.", devices.describe_devices(found))
-    mesh = sharding.make_mesh(config.mesh, found)
+    found = environment.find_devices(config)
+    logging.info("Evaluating on %s.", environment.describe_devices(found))
+    mesh = partitioning.make_mesh(config.mesh, found)
     prepared.check_batches(config, mesh, training=False)
     config, _ = start.read_start(config, workdir, given)
     scored = config.reads_pairs and scoring.can_score()
@@ -73,7 +71,7 @@ def evaluate(
     data = prepared.open_data(config, workdir)
     check_learned(workdir, config, data.tokenizers)
     task = tasks.build_task(config, data.tokenizer.special, found[0], tokenizer=data.tokenizer)
-    with devices.random_numbers(found), jax.set_mesh(mesh):
+    with environment.random_numbers(found), jax.set_mesh(mesh):
         program = make_program(task, config, mesh)
         steps, params = _read_params(workdir, config, program.abstract.params, step)
         with memory.explain_out_of_memory(
@@ -83,8 +81,8 @@ def evaluate(
         ):
             placed = program.put_params(params)
         batches = data.heldout(mesh)()
-        with compilation.compiling("Evaluating"):
-            values = evaluation.run(
+        with environment.compiling("Evaluating"):
+            values = loop.evaluate(
                 task,
                 program.eval_step,
                 placed,
@@ -92,7 +90,7 @@ def evaluate(
                 seed=config.seed,
             )
     step = steps[-1]
-    file = files.to_path(output) if output else workdir.evaluation(step)
+    file = storage.to_path(output) if output else workdir.evaluation(step)
     report, sets, unwritten = "", [], ""
     if scored:
         sets, unwritten = scoring.score_sets(
@@ -137,16 +135,16 @@ def write_numbers(
     scores = _read_scores(workdir, steps[-1], file) | scoring.to_json(sets)
     of_file = {"workdir": str(workdir), "step": steps[-1], "checkpoints": list(steps), **finite}
     file.parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(file, of_file | ({"scores": scores} if scores else {}))
+    storage.write_json(file, of_file | ({"scores": scores} if scores else {}))
 
 
 def _read_scores(workdir: Workdir, step: int, file: epath.Path) -> dict[str, Any]:
     """Returns the scores in `file` by set name; {} if it is from another run or step."""
     try:
-        found = files.read_json(file, remedy="it is replaced", fields={})
+        found = storage.read_json(file, remedy="it is replaced", fields={})
     except FileNotFoundError:
         return {}
-    except files.DamagedFileError as error:
+    except storage.DamagedFileError as error:
         logging.warning("%s", error)
         return {}
     own = file == workdir.evaluation(step)  # also if the run has been moved
@@ -159,7 +157,7 @@ def _read_params(workdir: Workdir, config: Config, abstract, step: int | None):
     """Returns (steps of the checkpoints, their parameters or mean parameters)."""
     if config.writes_text and config.decoding.average > 1:
         return read_mean(workdir, config, step)
-    step, params = checkpoint_reading.load_params(workdir.checkpoints, abstract, step)
+    step, params = checkpoints.load_params(workdir.checkpoints, abstract, step)
     return (step,), params
 
 
@@ -175,17 +173,17 @@ def check_output(file: epath.Path, mode: str, names: Collection[str]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise evaluation.EvaluationError(
+        raise loop.EvaluationError(
             f"--output={file} cannot be written: {error.strerror}. Use another file.",
             field="--output",
             path=file,
         ) from None
     if file.is_dir():
-        raise evaluation.EvaluationError(
+        raise loop.EvaluationError(
             f"--output={file} is a folder. Use a file name.", field="--output", path=file
         )
     if file.exists() and not _is_made_of(file, names):
-        raise evaluation.EvaluationError(
+        raise loop.EvaluationError(
             f"--output={file} exists and was not written by --mode={mode}. Remove it or use "
             "another file.",
             field="--output",
@@ -197,9 +195,9 @@ def _is_made_of(file: epath.Path, names: Collection[str]) -> bool:
     """Whether a file is empty, or a JSON object with these keys."""
     try:
         if file.is_file() and file.read_bytes():
-            files.read_json(file, remedy="", fields=dict.fromkeys(names, object))
+            storage.read_json(file, remedy="", fields=dict.fromkeys(names, object))
         return file.is_file()  # False for /dev/null
-    except (OSError, files.DamagedFileError):
+    except (OSError, storage.DamagedFileError):
         return False
 
 

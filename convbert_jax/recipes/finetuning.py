@@ -20,7 +20,6 @@ from convbert_jax.data.tokenizer.tokenizer import (
     follow_file,
     load_tokenizer,
 )
-from convbert_jax.files import copy, write_text
 from convbert_jax.finetuning import classification, question_answering, run, score_table
 from convbert_jax.finetuning import predictions as prediction_files
 from convbert_jax.finetuning.fitting import Programs
@@ -33,9 +32,9 @@ from convbert_jax.recipes import start
 from convbert_jax.recipes.reports import finetuning as reports
 from convbert_jax.recipes.reports import page
 from convbert_jax.recipes.results import FinetuningResult
-from convbert_jax.training import optimizer, sharding
-from convbert_jax.training.environment import devices
-from convbert_jax.training.task import Params
+from convbert_jax.storage import copy, write_text
+from convbert_jax.training import environment, optimizer, partitioning
+from convbert_jax.training.partitioning import Params
 from convbert_jax.workdir import Workdir
 
 # Sections and fields of a config that fine-tuning does not read.
@@ -59,7 +58,7 @@ def finetune(
       UserError: weights, vocabulary, data and config do not match; see its subclasses.
     """
     optimizer.check_method(config.optimizer)
-    found = devices.find_devices(config)
+    found = environment.find_devices(config)
     mesh = make_mesh(config, found)
     config, tokenizer, weights = read_start(config, given)
     tasks = open_tasks(config, tokenizer)
@@ -67,8 +66,8 @@ def finetune(
     alone = jax.process_count() == 1
     with workdir.open(config, writer=jax.process_index() == 0, alone=alone):
         start.log_run(config, workdir, found)
-        devices.advise_dtype(config, found[0])
-        programs = Programs(config, devices.compute_dtype(config, found[0]), mesh)
+        environment.advise_dtype(config, found[0])
+        programs = Programs(config, environment.compute_dtype(config, found[0]), mesh)
         with jax.set_mesh(mesh):
             try:
                 results = run.finetune(config, workdir, tasks, programs, tokenizer, weights)
@@ -87,10 +86,10 @@ def make_mesh(config: Config, found: list[jax.Device]):
     sizes = dataclasses.astuple(config.mesh)
     if -1 not in sizes and jax.process_count() == 1:
         found = found[: math.prod(sizes)]
-    mesh = sharding.make_mesh(config.mesh, found)
+    mesh = partitioning.make_mesh(config.mesh, found)
     for name in ("batch_size", "eval_batch_size"):
         size = getattr(config.finetune, name)
-        sharding.check_batch_size(size, 1, mesh, field=f"config.finetune.{name}")
+        partitioning.check_batch_size(size, 1, mesh, field=f"config.finetune.{name}")
     return mesh
 
 

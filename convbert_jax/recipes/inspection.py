@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from convbert_jax import files, links
+from convbert_jax import storage
 from convbert_jax.analysis import inspection
 from convbert_jax.analysis.inspection import LayerFilters, Occurrence
 from convbert_jax.config import UserError
@@ -121,9 +121,9 @@ def _choose_folder(path: str, model: Model, output: str | None) -> epath.Path:
             field="--output",
             path=path,
         )
-    folder = files.to_path(output) if output else workdir.inside(model.step)
+    folder = storage.to_path(output) if output else workdir.inside(model.step)
     if not output:
-        links.check(workdir.path)
+        storage.check_links(workdir.path)
     if folder.exists() and not folder.is_dir():
         raise InspectionError(
             f"--output={folder} is a file. Use a folder.", field="--output", path=folder
@@ -132,7 +132,7 @@ def _choose_folder(path: str, model: Model, output: str | None) -> epath.Path:
 
 
 def _read_lines(texts: str) -> list[str]:
-    lines = text_lines.decode_lines(files.expand(texts), "utf-8")
+    lines = text_lines.decode_lines(storage.expand(texts), "utf-8")
     read = [line.strip() for _, line in lines]
     if not any(read):
         raise InspectionError(
@@ -323,7 +323,7 @@ def _draw(
 
 def _write(folder: epath.Path, seen: Sequence[_Seen], word: str | None) -> None:
     """Writes numbers.json, concentration.csv (per head), filters.csv (per filter) and maps.npz."""
-    files.write_json(folder / "numbers.json", [_numbers(each, word) for each in seen])
+    storage.write_json(folder / "numbers.json", [_numbers(each, word) for each in seen])
     by_head, by_filter, arrays = [], [], {}
     for each, ending in zip(seen, _ENDINGS, strict=False):
         name = each.model.path
@@ -339,7 +339,7 @@ def _write(folder: epath.Path, seen: Sequence[_Seen], word: str | None) -> None:
     if by_head:
         header = ("model", "layer", "head", "concentration", "chance")
         _write_table(folder / "concentration.csv", header, by_head)
-        with files.replacing(folder / "maps.npz") as file:
+        with storage.replacing(folder / "maps.npz") as file:
             np.savez_compressed(file, **arrays)
     if by_filter:
         header = ["model", "layer", "head", "text", "token", "snippet"]
@@ -348,7 +348,7 @@ def _write(folder: epath.Path, seen: Sequence[_Seen], word: str | None) -> None:
 
 
 def _write_table(file: epath.Path, header: Sequence[str], rows: Sequence[Sequence]) -> None:
-    with files.replacing(file, "w") as opened:
+    with storage.replacing(file, "w") as opened:
         writer = csv.writer(opened, lineterminator="\n")
         writer.writerow(header)
         writer.writerows(rows)

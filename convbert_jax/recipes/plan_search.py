@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from convbert_jax.analysis.plans import REMAT, Largest, Planned, Trial, price_of_row, recommend
 from convbert_jax.config import Config, MeshSection
 from convbert_jax.interop.matching import replace
-from convbert_jax.training.sharding import ShardingError
+from convbert_jax.training.partitioning import ShardingError
 
 _SEARCHES = 4  # maximum number of plans after the first in the batch search
 _FULL = 0.97  # share of memory above which the search ends: a plan takes minutes

@@ -1,6 +1,6 @@
 """Plans memory and time of a run on devices that are not attached (`--mode=plan`).
 
-For a TPU slice, the training step is compiled: it is the program that `training/program.py` builds
+For a TPU slice, the training step is compiled: the program that `training/train_step.py` builds
 for training. Memory and network traffic are exact results of the compiler; times come from its cost
 model. For GPUs and for this machine's CPU, the plan is an estimate by arithmetic.
 """
@@ -18,21 +18,19 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.analysis import flops, plans, tpu_plan
 from convbert_jax.analysis.hlo import compile_as_text
 from convbert_jax.analysis.tpu_devices import Topology, open_topology
 from convbert_jax.analysis.tpu_plan import Plan, Shortage, Step, bytes_needed, describe_step
 from convbert_jax.config import Config, ConfigError, MeshSection
-from convbert_jax.interfaces.special_ids import SpecialIds, sentinel_names
+from convbert_jax.interfaces import SpecialIds, sentinel_names
 from convbert_jax.objectives import span_corruption
 from convbert_jax.recipes import evaluation, plan_search, prepared, start, tasks, teaching
 from convbert_jax.recipes.results import PlanResult
-from convbert_jax.training import sharding
-from convbert_jax.training.environment import devices
+from convbert_jax.training import environment, partitioning
 from convbert_jax.training.memory import bytes_of_device, count_shards, kept_bytes
-from convbert_jax.training.program import Program, make_program
-from convbert_jax.training.task import Task
+from convbert_jax.training.train_step import Program, Task, make_program
 from convbert_jax.workdir import Workdir
 
 
@@ -95,7 +93,7 @@ def plan_slice(
     """Plans a run by compiling its training step for a TPU slice."""
     teacher = teaching.open_teacher(config)
     plan_one = functools.partial(_plan_slice, topology=topology, teacher=teacher)
-    with devices.random_numbers(topology.devices):
+    with environment.random_numbers(topology.devices):
         first, largest, compared = _plan_all(config, plan_one, largest_batch, compare)
     to_json = functools.partial(tpu_plan.to_json, price=price)
     numbers = plans.numbers_of_all(first, largest, compared, to_json)
@@ -113,7 +111,7 @@ def _plan_all(
 
 
 def _plan_slice(config: Config, topology: Topology, teacher: teaching.Teacher | None) -> Plan:
-    mesh = sharding.make_mesh(config.mesh, topology.devices)
+    mesh = partitioning.make_mesh(config.mesh, topology.devices)
     prepared.check_batches(config, mesh)
     task = make_task(config, topology.devices[0], teacher, shards=count_shards(mesh))
     program = make_program(task, config, mesh)
@@ -129,7 +127,7 @@ def _plan_slice(config: Config, topology: Topology, teacher: teaching.Teacher | 
     started = time.monotonic()
     step = _compile(program, task, batch, topology)
     seconds = time.monotonic() - started
-    one = sharding.make_mesh(MeshSection(), topology.devices[:1])
+    one = partitioning.make_mesh(MeshSection(), topology.devices[:1])
     accumulation = config.train.accumulation
     kept = kept_bytes(task, program.abstract.params, batch, accumulation, mesh, one)
     plan = Plan(
@@ -158,7 +156,7 @@ def _compile(program: Program, task: Task, batch, topology: Topology) -> Step | 
             jax.tree.map(
                 lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
                 task.frozen,
-                program.given_places[0],
+                program.extra_shardings[0],
             )
         ]
     with jax.set_mesh(program.mesh):
@@ -202,7 +200,7 @@ def plan_by_arithmetic(
         layer = rows * length // config.train.accumulation
         shape = (layer, config.model.hidden_size, config.model.ffn_size)
         device = types.SimpleNamespace(platform="cpu")
-        hardware = plans.this_cpu(*shape, devices.compute_dtype(config, device))
+        hardware = plans.this_cpu(*shape, environment.compute_dtype(config, device))
     else:
         hardware = plans.read_gpus(topology)
     plan_one = functools.partial(
@@ -218,15 +216,15 @@ def plan_by_arithmetic(
 def _plan_by_arithmetic(
     config: Config, hardware: plans.Devices, teacher: teaching.Teacher | None
 ) -> plans.ArithmeticPlan:
-    sizes = sharding.mesh_sizes(config.mesh, hardware.count)
+    sizes = partitioning.mesh_sizes(config.mesh, hardware.count)
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
     prepared.check_batches(config, mesh)
     shards = count_shards(mesh)
     device = types.SimpleNamespace(platform=hardware.platform, device_kind=hardware.kind)
     task = make_task(config, device, teacher, shards=shards)
-    here = sharding.make_mesh(MeshSection(), jax.devices()[:1])
+    here = partitioning.make_mesh(MeshSection(), jax.devices()[:1])
     state = make_program(task, config, here).abstract
-    places = sharding.tree_shardings(state, mesh, task.rules)
+    places = partitioning.tree_shardings(state, mesh, task.rules)
     size = functools.partial(jax.tree.map, _bytes_of_device)
     parameters, moments = (
         sum(jax.tree.leaves(size(tree, of_tree)))
@@ -234,7 +232,7 @@ def _plan_by_arithmetic(
     )
     taught, taught_bytes = 0.0, 0
     if teacher:
-        of_teacher = sharding.tree_shardings(task.frozen, mesh, task.rules)
+        of_teacher = partitioning.tree_shardings(task.frozen, mesh, task.rules)
         taught_bytes = sum(jax.tree.leaves(size(task.frozen, of_teacher)))
         per_token = flops.teacher_flops_per_token(config, teacher.encoder, teacher.embeddings)
         taught = task.tokens_per_step * per_token
@@ -303,7 +301,7 @@ def plan(
       ShardingError: mesh, batch and devices do not match.
     """
     if output:
-        evaluation.check_output(files.to_path(output), "plan", ("topology", "mesh"))
+        evaluation.check_output(storage.to_path(output), "plan", ("topology", "mesh"))
     config, _ = start.read_start(config, Workdir(folder), given)
     if largest_batch and config.reads_pairs:
         raise ConfigError(
@@ -317,7 +315,7 @@ def plan(
     else:
         result = plan_slice(config, open_topology(topology), **settings)
     if output:
-        files.write_json(files.to_path(output), _without_unknown(result.numbers))
+        storage.write_json(storage.to_path(output), _without_unknown(result.numbers))
     return result
 
 

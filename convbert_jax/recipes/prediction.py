@@ -12,14 +12,13 @@ from typing import IO, Any, NamedTuple
 import jax.numpy as jnp
 from absl import logging
 
-from convbert_jax import links
+from convbert_jax import storage
 from convbert_jax.config import Config, ConfigError
 from convbert_jax.data import input_rows
 from convbert_jax.data.input_rows import ModelInput
 from convbert_jax.data.readers.tables import Source
 from convbert_jax.data.readers.text_lines import Stream
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.files import expand, replacing, try_lock, unfinished_name
 from convbert_jax.inference import loading
 from convbert_jax.inference import stream as prediction_output
 from convbert_jax.inference import stream as prediction_resume
@@ -29,8 +28,9 @@ from convbert_jax.inference.predictor import Answer, make_predictor
 from convbert_jax.interop import matching
 from convbert_jax.interop.sources import read_tokenizers
 from convbert_jax.recipes.results import PredictionResult
-from convbert_jax.training.environment import devices
-from convbert_jax.training.task import Params
+from convbert_jax.storage import expand, replacing, try_lock, unfinished_name
+from convbert_jax.training import environment
+from convbert_jax.training.partitioning import Params
 from convbert_jax.workdir import Workdir
 
 _PIPE = "-"  # standard input or output
@@ -127,9 +127,9 @@ def _open_writer(
 
 
 def _choose_dtype(config: Config) -> jnp.dtype:
-    found = devices.find_devices(config)
-    logging.info("Predicting on %s.", devices.describe_devices(found))
-    return devices.compute_dtype(config, found[0])
+    found = environment.find_devices(config)
+    logging.info("Predicting on %s.", environment.describe_devices(found))
+    return environment.compute_dtype(config, found[0])
 
 
 def _predict(
@@ -242,7 +242,7 @@ def _alone(output: str) -> Iterator[None]:
     kept = unfinished_name(path)
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(open(kept, "ab", opener=links.no_follow))
+            file = stack.enter_context(open(kept, "ab", opener=storage.no_follow))
             unlockable = f"{kept} cannot be locked. Write it with a single process."
             free = try_lock(file, unlockable) and _is_at(file, kept)  # not moved or removed
         except OSError as error:

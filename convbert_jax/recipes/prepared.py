@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
-from convbert_jax import files, interrupts
+from convbert_jax import interrupts, storage
 from convbert_jax.analysis import flops
 from convbert_jax.config import Config, UserError
 from convbert_jax.data import batching as of_corpus
@@ -20,9 +20,9 @@ from convbert_jax.data import corpus as corpora
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.data.units import Runner
-from convbert_jax.interfaces.batch import Batch
+from convbert_jax.interfaces import Batch
 from convbert_jax.objectives import span_corruption
-from convbert_jax.training import consistency, sharding
+from convbert_jax.training import consistency, partitioning
 from convbert_jax.training.loop import Batches
 from convbert_jax.workdir import Workdir
 
@@ -81,7 +81,7 @@ def prepare(
     Raises:
       DataError: `runner` is combined with a bucket, or the data cannot be prepared.
     """
-    if runner and files.is_remote(directory):
+    if runner and storage.is_remote(directory):
         raise DataError(
             f"{directory} is a bucket, but the workers of a Beam runner need a shared disk. "
             "Set --config.data.directory to a folder on it.",
@@ -93,7 +93,7 @@ def prepare(
     stoppable = contextlib.nullcontext() if runner else interrupts.nothing_to_save()
     with _on_disk(config, directory) as here, stoppable:
         found = _kind(config).prepare(config, here, runner, compare=compare)
-    if files.is_remote(directory):
+    if storage.is_remote(directory):
         bucket.publish(here, directory)
     return found
 
@@ -112,7 +112,7 @@ def open_data(config: Config, workdir: Workdir) -> Data:
         with _on_disk(config, directory) as here:
             found = _kind(config).open_prepared(config, here)
         if not found:
-            shared = "" if files.is_remote(directory) else ", on a disk that all of them can read"
+            shared = "" if storage.is_remote(directory) else ", on a disk that all of them can read"
             raise DataError(
                 f"{directory} is not prepared, and {processes} processes were started. First run "
                 f"the same command with --mode=prepare as a single process{shared}.",
@@ -154,15 +154,15 @@ def check_batches(config: Config, mesh: Mesh, *, training: bool = True) -> None:
     """
     if config.reads_pairs:
         multiple = config.parallel.length_multiple
-        sharding.check_length(multiple, mesh, field="config.parallel.length_multiple")
+        partitioning.check_length(multiple, mesh, field="config.parallel.length_multiple")
     else:
-        sharding.check_length(config.data.length, mesh)
+        partitioning.check_length(config.data.length, mesh)
         if config.recipe == "span_corruption":
             of_row = f"of rows of config.data.length={config.data.length}: length"
             counts = span_corruption.count_spans(config)
-            sharding.check_length(counts.source, mesh, field=f"sources {of_row}")
-            sharding.check_length(counts.target, mesh, field=f"targets {of_row}")
-        sharding.check_batch_size(
+            partitioning.check_length(counts.source, mesh, field=f"sources {of_row}")
+            partitioning.check_length(counts.target, mesh, field=f"targets {of_row}")
+        partitioning.check_batch_size(
             config.train.batch_size,
             config.train.accumulation if training else 1,
             mesh,

@@ -8,7 +8,7 @@ import jax
 from absl import logging
 from etils import epath
 
-from convbert_jax import files, links
+from convbert_jax import storage
 from convbert_jax.analysis import overview, pretraining_report
 from convbert_jax.config import Config, UserError, network, sequences
 from convbert_jax.data import beam_pipeline
@@ -23,11 +23,9 @@ from convbert_jax.recipes.reports import page
 from convbert_jax.recipes.reports import pretraining as reports
 from convbert_jax.recipes.reports.pretraining import PretrainingReport
 from convbert_jax.recipes.results import PretrainingResult
-from convbert_jax.training import loop, optimizer, sharding
-from convbert_jax.training.environment import devices
-from convbert_jax.training.reports import reporting, trackers
-from convbert_jax.training.rollback import Rollbacks, TrainingError
-from convbert_jax.training.task import Task
+from convbert_jax.training import environment, loop, metrics_writer, optimizer, partitioning
+from convbert_jax.training.loop import Rollbacks, TrainingError
+from convbert_jax.training.train_step import Task
 from convbert_jax.workdir import Workdir
 
 
@@ -56,8 +54,8 @@ def prepare(
     workdir = Workdir(folder)
     config, _ = start.read_start(config, workdir, given)
     directory = workdir.data(config)
-    links.check(workdir.path)
-    directory = files.absolute(directory) if runner else directory
+    storage.check_links(workdir.path)
+    directory = storage.absolute(directory) if runner else directory
     prepared.prepare(config, directory, opened, compare=True)
 
 
@@ -87,10 +85,10 @@ def pretrain(
     Raises:
       UserError: invalid config, data or weights, or a failed run; see `loop.train`.
     """
-    trackers.check_tracker(config.train.tracker)
+    metrics_writer.check_tracker(config.train.tracker)
     optimizer.check_method(config.optimizer)
-    found = devices.find_devices(config)
-    mesh = sharding.make_mesh(config.mesh, found)
+    found = environment.find_devices(config)
+    mesh = partitioning.make_mesh(config.mesh, found)
     prepared.check_batches(config, mesh)
     workdir = Workdir(folder)
     config, source = start.read_start(config, workdir, given)
@@ -103,9 +101,9 @@ def pretrain(
         source = teaching.start_of(config, teacher)
     writer = jax.process_index() == 0
     opened = workdir.open(config, writer=writer, alone=jax.process_count() == 1)
-    with devices.random_numbers(found), opened:
+    with environment.random_numbers(found), opened:
         start.log_run(config, workdir, found)
-        devices.advise_dtype(config, found[0])
+        environment.advise_dtype(config, found[0])
         teaching.bind(workdir, config, teacher, writer=writer)
         if idle := _idle_fields(config):
             logging.info(
@@ -189,7 +187,7 @@ def _tell_of_encoder(config: Config) -> None:
 
 def _publish(config: Config, workdir: Workdir, tokenizer: Tokenizer, step: int, params):
     """Exports the parameters to WORKDIR/huggingface/step-N."""
-    params = sharding.gather(params)
+    params = partitioning.gather(params)
     if jax.process_index() == 0:
         conversion.write_huggingface(
             workdir.export("huggingface", step),
@@ -207,7 +205,7 @@ def _conclude(
     """Writes the report on process 0 and returns the result."""
     metrics, curves, sets, text = [], None, (), ""
     if jax.process_index() == 0:
-        metrics = reporting.read_undamaged(workdir.metrics)
+        metrics = metrics_writer.read_undamaged(workdir.metrics)
         report = _report(config, workdir, data, result, metrics, mesh)
         written = page.write(
             workdir, lambda: _make_page(report, task, result.state.params, metrics, mesh)
@@ -232,7 +230,7 @@ def _conclude(
 
 def _tell_of_failure(config, workdir, task: Task, failed: str, mesh) -> None:
     """Writes the HTML report of a failed run, with its curves up to the failure."""
-    metrics = reporting.read_undamaged(workdir.metrics)
+    metrics = metrics_writer.read_undamaged(workdir.metrics)
     if not metrics:
         return  # the error is printed anyway
     step = metrics[-1]["step"]
@@ -288,7 +286,7 @@ def _report(config, workdir, data: Data, result: loop.Result, metrics, mesh) -> 
 def _make_page(report: PretrainingReport, task: Task, params, metrics, mesh) -> str:
     config, warnings = report.config, None
     if config.train.warn_health:
-        warnings = reports.find_warnings(reporting.HealthWatch(task.health), metrics)
+        warnings = reports.find_warnings(metrics_writer.HealthWatch(task.health), metrics)
     if went_back := Rollbacks(report.workdir.skipped, 0).describe():
         warnings = sorted([*went_back, *(warnings or ())])
     return reports.make_page(
@@ -320,7 +318,7 @@ def _write_and_score(
         return [], scoring.NOT_SCORED
     file = workdir.evaluation(result.step)
     try:
-        steps, params = (result.step,), sharding.gather(result.state.params)
+        steps, params = (result.step,), partitioning.gather(result.state.params)
         if config.decoding.average > 1:
             steps, params = read_mean(workdir, config, result.step)
         sets, unwritten = scoring.score_sets(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.analysis import text_scores
 from convbert_jax.analysis.text_scores import Scores
 from convbert_jax.config import Config, ParallelSection
@@ -30,8 +30,8 @@ from convbert_jax.data.parallel_text import (
 from convbert_jax.data.readers.pair_sources import open_pairs
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference.generation import Writer
-from convbert_jax.training.environment import devices
-from convbert_jax.training.task import Params
+from convbert_jax.training import environment
+from convbert_jax.training.partitioning import Params
 
 _OF_METHOD = {
     "beam": ("beam", "length_penalty"),
@@ -191,7 +191,7 @@ def score_sets(
     if not sets:
         return [], unwritten
     device = jax.local_devices()[0]
-    dtype = devices.compute_dtype(config, device)
+    dtype = environment.compute_dtype(config, device)
     writer = Writer(config, params, tokenizers, dtype)
     how = collect_settings(config, steps, jnp.dtype(dtype).name)
     scored = [_score(config, writer, name, found, how, folder) for name, found in sets.items()]
@@ -232,7 +232,7 @@ def _score(
         columns[f".reference{which}"] = ["".join(texts[number : number + 1]) for texts in right]
     for of_file, texts in columns.items():
         path = folder / f"{name}{of_file}.txt"
-        files.write_text(path, "".join(_line(text) + "\n" for text in texts))
+        storage.write_text(path, "".join(_line(text) + "\n" for text in texts))
     unread = len(problems), "".join(problems[:1])
     cut = sum(answer.cut for answer in answers)
     lost = target.describe_lost([text for texts in right for text in texts])

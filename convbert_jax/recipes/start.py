@@ -17,9 +17,8 @@ from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.networks import abstract_params
 from convbert_jax.interop.sources import read_tokenizers, use_copies
 from convbert_jax.recipes import teaching
-from convbert_jax.training.environment.devices import describe_devices
-from convbert_jax.training.state import count
-from convbert_jax.training.task import Params
+from convbert_jax.training.environment import describe_devices
+from convbert_jax.training.partitioning import Params, count_params
 from convbert_jax.workdir import Workdir
 
 
@@ -201,7 +200,7 @@ def log_run(config: Config, workdir: Workdir, found: Sequence[jax.Device]) -> No
         "Running %s (%s, %s parameters) in %s on %s. All fields: %s.",
         config.name,
         config.recipe,
-        f"{count(params):,}",
+        f"{count_params(params):,}",
         workdir,
         describe_devices(found),
         workdir.config,

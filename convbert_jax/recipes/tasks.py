@@ -14,9 +14,7 @@ from convbert_jax.analysis import flops, pretraining_report
 from convbert_jax.config import Config, ConfigError
 from convbert_jax.config.sequences.sections import OF_PAIRS
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.interfaces.evaluator import Evaluator
-from convbert_jax.interfaces.placement import Rules
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import Evaluator, Rules, SpecialIds
 from convbert_jax.models import build
 from convbert_jax.models.networks import MODELS, sharding_rules
 from convbert_jax.objectives import (
@@ -30,10 +28,10 @@ from convbert_jax.objectives import (
 from convbert_jax.ops import partitioning
 from convbert_jax.recipes import teaching
 from convbert_jax.recipes.prepared import Effort, effort_of_corpus
-from convbert_jax.training import sharding
-from convbert_jax.training.environment import devices
-from convbert_jax.training.state import parameter_path
-from convbert_jax.training.task import Params, Task
+from convbert_jax.training import environment
+from convbert_jax.training import partitioning as partitioning_lib
+from convbert_jax.training.partitioning import Params, parameter_path
+from convbert_jax.training.train_step import Task
 
 Warn = Callable[[int, dict[str, float]], list[str]]  # (step, metrics) -> warnings
 
@@ -146,7 +144,7 @@ def build_task(
     graphdef, init = build(MODELS[config.recipe], config)
     first = config.objective.masked_lm_steps
     settings = {
-        "dtype": devices.compute_dtype(config, device),
+        "dtype": environment.compute_dtype(config, device),
         "config": config,
         "special": special,
         **recipe.settings(config, special, tokenizer),
@@ -184,7 +182,7 @@ def build_task(
         evaluate=evaluate,
         evaluator=recipe.evaluator(config),
         # Teacher first: stage i of the teacher may have another mixer than stage i of the student.
-        rules=(*(teacher.rules if teacher else ()), *recipe.rules(config), *sharding.RULES),
+        rules=(*(teacher.rules if teacher else ()), *recipe.rules(config), *partitioning_lib.RULES),
         # The checks do not apply to the first steps, which train masked words.
         health=lambda step, values: warn(step - first, values),
         show=tuple(name for name in recipe.show if name in config.heldout_metrics),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.config import (
     Config,
     EmbeddingsConfig,
@@ -29,13 +29,13 @@ from convbert_jax.config import (
     to_dict,
 )
 from convbert_jax.data.tokenizer.tokenizer import load_tokenizer
-from convbert_jax.interfaces.placement import Rules
+from convbert_jax.interfaces import Rules
 from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.networks import Network, make_modules, stack, to_tree
 from convbert_jax.models.encoder import Encoder
 from convbert_jax.models.networks import sharding_rules
 from convbert_jax.objectives import distillation
-from convbert_jax.training.task import Params
+from convbert_jax.training.partitioning import Params
 from convbert_jax.workdir import Workdir
 
 # recipe -> (head that computes the teacher's logits, its name in messages)
@@ -194,12 +194,12 @@ def bind(workdir: Workdir, config: Config, teacher: Teacher | None, *, writer: b
     place = workdir.teacher
     if not workdir.is_bound():
         if writer and teacher:
-            files.write_json(place, {"checksum": teacher.checksum})
+            storage.write_json(place, {"checksum": teacher.checksum})
         elif writer and place.exists():  # left by a call that failed before the first step
             place.unlink()
     elif teacher:
         remedy = "restore it, or start a new run in another --workdir"
-        kept = files.read_json(place, remedy=remedy, fields={"checksum": str})["checksum"]
+        kept = storage.read_json(place, remedy=remedy, fields={"checksum": str})["checksum"]
         if kept != teacher.checksum:
             raise TeacherError(
                 f"Cannot resume: the run in --workdir={workdir} began with another teacher than "

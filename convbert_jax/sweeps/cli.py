@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import convbert_jax
-from convbert_jax import config_files, links
+from convbert_jax import config_files, storage
 from convbert_jax.command_line import overrides
 from convbert_jax.config import ConfigError
 from convbert_jax.config.checks import plugins
@@ -165,7 +165,7 @@ def _open_folder(path: str, must_exist: bool) -> Folder:
     folder = Folder(path)
     if not next(path for path in (folder.path, *folder.path.parents) if path.exists()).is_dir():
         raise ConfigError("is a file, or inside of one.", field="--workdir", value=path)
-    links.check(folder.path)
+    storage.check_links(folder.path)
     if must_exist and not folder.path.exists():
         raise ConfigError("does not exist.", field="--workdir", value=path)
     return folder

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.analysis import text_scores
 from convbert_jax.analysis.sweep_report import RunOutcome, SweepOutcome, VariantInfo
 from convbert_jax.config import Config, UserError
@@ -16,7 +16,7 @@ from convbert_jax.finetuning import question_answering
 from convbert_jax.finetuning.run_files import RunResult, read_results, runs_of
 from convbert_jax.sweeps.runs import count_flops, count_parameters, count_tokens, describe_changes
 from convbert_jax.sweeps.table import FINETUNE, FINISHED, PRETRAIN, Folder, Run, Sweep, SweepError
-from convbert_jax.training.reports.reporting import read_metrics
+from convbert_jax.training.metrics_writer import read_metrics
 from convbert_jax.workdir import Workdir
 
 # Default metrics of pre-training in the report.
@@ -120,7 +120,7 @@ def _read_scores(workdir: Workdir, step: int) -> dict[str, float]:
     if not file.is_file():
         return {}
     remedy = "write it again with --mode=eval"
-    scores = files.read_json(file, remedy=remedy, fields={}).get("scores", {})
+    scores = storage.read_json(file, remedy=remedy, fields={}).get("scores", {})
     return {
         f"{split} {metric}": float(value)
         for split, of_split in scores.items()

@@ -19,15 +19,15 @@ from collections.abc import Callable, Sequence
 from typing import IO, Protocol
 
 import convbert_jax
-from convbert_jax import links
+from convbert_jax import storage
 from convbert_jax.command_line import overrides
 from convbert_jax.config import UserError, to_dict, to_text
 from convbert_jax.config.checks import plugins
 from convbert_jax.sweeps import results
 from convbert_jax.sweeps.search import Explorer
 from convbert_jax.sweeps.table import FAILED, FINISHED, STARTED, Folder, Record, Run
-from convbert_jax.training.environment.signals import StopSignals
-from convbert_jax.training.reports.timing import format_seconds
+from convbert_jax.training.signals import StopSignals
+from convbert_jax.training.timing import format_seconds
 
 _POLL = 2.0  # seconds between two looks at the folder while other workers are busy
 _SHOWN = 3  # metrics in the log line of a run that has none of the requested ones
@@ -66,7 +66,7 @@ def start(run: Run, folder: Folder, lock: IO) -> subprocess.Popen:
     """Starts the process of a run, which inherits `lock` and appends its output to the log."""
     package = str(pathlib.Path(convbert_jax.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    with open(folder.file(run.id, ".log"), "ab", opener=links.no_follow) as log:
+    with open(folder.file(run.id, ".log"), "ab", opener=storage.no_follow) as log:
         return subprocess.Popen(
             [sys.executable, "-m", "convbert_jax.sweeps.child", *command(run, folder)],
             stdin=subprocess.PIPE,  # closed when this process exits; the child exits then

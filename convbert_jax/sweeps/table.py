@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from convbert_jax import files, links
+from convbert_jax import storage
 from convbert_jax.command_line.fields import field_types, nearest
 from convbert_jax.config import Config, UserError, changes, to_dict
 from convbert_jax.workdir import Workdir
@@ -242,13 +242,13 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike):
         """Raises SweepError for a bucket, which has no locks."""
-        if files.is_remote(path):
+        if storage.is_remote(path):
             raise SweepError(
                 "is in a bucket, which has no file locks. Use a disk that all workers share.",
                 field="--workdir",
                 value=str(path),
             )
-        self.path = pathlib.Path(files.to_path(path))
+        self.path = pathlib.Path(storage.to_path(path))
         self.journal = self.path / "journal.log"
         self.report = self.path / "report"
 
@@ -297,14 +297,14 @@ class Folder:
         remedy = "delete it: the run continues from its last checkpoint"
         path = self.file(run, ".json")
         try:
-            values = files.read_json(path, remedy=remedy, fields=_FIELDS)
+            values = storage.read_json(path, remedy=remedy, fields=_FIELDS)
         except FileNotFoundError:
             return None
         if values["state"] not in (FINISHED, FAILED, STARTED):
-            raise files.damaged(path, f"its 'state' is {values['state']!r}", remedy)
+            raise storage.damaged(path, f"its 'state' is {values['state']!r}", remedy)
         for metric, value in values["values"].items():
             if not (value is None or type(value) in (int, float)):
-                raise files.damaged(path, f"its {metric!r} is {value!r}", remedy)
+                raise storage.damaged(path, f"its {metric!r} is {value!r}", remedy)
         fields = {field.name: values[field.name] for field in dataclasses.fields(Record)}
         return Record(**fields | {"command": tuple(values["command"])})
 
@@ -312,7 +312,7 @@ class Folder:
         """Replaces the record of a run; raises OSError if the disk is full."""
         path = self.file(record.run, ".json")
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_json(path, dataclasses.asdict(record))
+        storage.write_json(path, dataclasses.asdict(record))
 
     @contextlib.contextmanager
     def hold(self, run: str) -> Iterator[IO | None]:
@@ -323,8 +323,8 @@ class Folder:
         """
         path = self.file(run, ".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+", encoding="utf-8", errors="replace", opener=links.no_follow) as file:
-            if not files.try_lock(file, f"{path} cannot be locked. Start one worker at a time."):
+        with open(path, "a+", encoding="utf-8", errors="replace", opener=storage.no_follow) as file:
+            if not storage.try_lock(file, f"{path} cannot be locked. Start one worker at a time."):
                 yield None
                 return
             file.truncate(0)
@@ -342,7 +342,9 @@ class Folder:
         """Context that one worker at a time enters; the others wait."""
         path = self.path / f"{task}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", opener=links.no_follow) as file:
-            while not files.try_lock(file, f"{path} cannot be locked. Start one worker at a time."):
+        with open(path, "a", opener=storage.no_follow) as file:
+            while not storage.try_lock(
+                file, f"{path} cannot be locked. Start one worker at a time."
+            ):
                 time.sleep(0.1)
             yield

@@ -19,7 +19,7 @@ from absl import logging
 import convbert_jax
 from convbert_jax.config import Config, UserError, changes, to_dict
 from convbert_jax.training import distributed
-from convbert_jax.training.environment.devices import look_for_devices
+from convbert_jax.training.environment import look_for_devices
 
 _READ_TIMEOUT = 120.0  # seconds to read a command line and the package
 _DEVICE_TIMEOUT = 300.0  # seconds to find devices: a TPU takes a minute

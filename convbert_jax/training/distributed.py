@@ -31,9 +31,9 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from convbert_jax import files, interrupts
+from convbert_jax import interrupts, storage
 from convbert_jax.config import ConfigError, UserError
-from convbert_jax.training.environment import private_jax
+from convbert_jax.training import environment
 
 EXIT_CODE = interrupts.TRY_AGAIN  # the same command continues from the last checkpoint
 _FAILED = 1  # exit code of an error, which would happen again
@@ -78,7 +78,7 @@ def detect_process() -> ProcessId:
     found: Sequence[Any] = (None,) * 3
     fault = "no TPU slice of several hosts, Slurm or Open MPI started this process"
     try:
-        found = private_jax.detect_process()
+        found = environment.detect_cluster()
     except (ValueError, RuntimeError, OSError) as error:
         fault = str(error).partition("\n")[0].rstrip(".")
     if None in found:
@@ -312,7 +312,7 @@ class _Connection:
                 return None
             self._rest += more
         line, _, self._rest = self._rest.partition(b"\n")
-        message = files.parse_json(line)
+        message = storage.parse_json(line)
         if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
             raise ValueError("not a message")
         return message

@@ -1,32 +1,238 @@
-"""Training loop: step, report, evaluate and save, with exact resumption."""
+"""Training loop: step, report, evaluate and save, with exact resumption and rollback.
 
+After a bad step a run can return to its last checkpoint and skip the batches since then. PaLM was
+trained this way (Chowdhery et al. 2022, §5.1). A file in the workdir lists the skipped batches, so
+a restart skips them too: the state at a step depends only on config, data and file.
+"""
+
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from etils import epath
 from jax.sharding import Mesh
 
-from convbert_jax import files, interrupts
-from convbert_jax.config import Config
-from convbert_jax.interfaces.batch import Batch
-from convbert_jax.training import distributed, memory, sharding
-from convbert_jax.training import evaluation as evaluation_lib
-from convbert_jax.training import state as state_lib
-from convbert_jax.training.checkpoints.saving import Checkpoints
-from convbert_jax.training.environment import compilation, signals
-from convbert_jax.training.environment.watchdog import Watchdog
-from convbert_jax.training.program import Program, Vitals, make_program
-from convbert_jax.training.reports import interval, reporting, trackers
-from convbert_jax.training.reports.timing import Clock, Profiler, seconds_since_start
-from convbert_jax.training.rollback import BadStepError, LossGuard, Rollbacks, TrainingError
-from convbert_jax.training.state import TrainState
-from convbert_jax.training.task import Metrics, Params, Task
+from convbert_jax import interrupts, storage
+from convbert_jax.config import Config, UserError
+from convbert_jax.interfaces import Batch
+from convbert_jax.training import (
+    distributed,
+    environment,
+    memory,
+    metrics_writer,
+    partitioning,
+    signals,
+    train_step,
+)
+from convbert_jax.training.checkpoints import Checkpoints
+from convbert_jax.training.partitioning import Params
+from convbert_jax.training.signals import Watchdog
+from convbert_jax.training.timing import Clock, Profiler, seconds_since_start
+from convbert_jax.training.train_step import (
+    EvalStep,
+    Metrics,
+    Program,
+    StepMetrics,
+    Task,
+    TrainState,
+    make_program,
+)
 from convbert_jax.workdir import Workdir
+
+Tree = TypeVar("Tree")
+
+_LESS_MEMORY = (
+    "shard rows with config.mesh.data, shard parameters with config.mesh.fsdp, or lower "
+    "config.train.batch_size (for text pairs, config.parallel.batch_tokens); "
+    "config.train.accumulation does not split evaluation batches"
+)
+
+
+class EvaluationError(UserError):
+    """There is no model or no held-out data to evaluate."""
+
+
+def evaluate(
+    task: Task,
+    eval_step: EvalStep,
+    params: Params,
+    batches: Iterable[Batch],
+    *,
+    seed: int,
+    opt_state: Any = None,
+) -> dict[str, float]:
+    """Evaluates all batches and returns the metrics of `task.evaluator` by name.
+
+    Args:
+      eval_step: compiled `task.evaluate`.
+      batches: global arrays, starting with the first batch; masks depend on the batch index.
+      seed: config.seed.
+      opt_state: optimizer state on the devices during training, for the out-of-memory error.
+
+    Raises:
+      OutOfMemoryError: the device has too little memory.
+      EvaluationError: there are no batches.
+    """
+    key = train_step.fold_in_name(jax.random.key(seed), "evaluation")
+    count = 0
+
+    def outputs():
+        nonlocal count
+        for count, batch in enumerate(batches, start=1):
+            yield eval_step(params, batch, jax.random.fold_in(key, count - 1))
+
+    with memory.explain_out_of_memory(
+        "evaluating", _LESS_MEMORY, lambda: memory.find_state(params, opt_state)
+    ):
+        values = task.evaluator.over(fetch_outputs(outputs(), ahead=1))
+    if not count:
+        raise EvaluationError(
+            "There are no held-out rows. Raise config.data.heldout_fraction.",
+            field="config.data.heldout_fraction",
+        )
+    return values
+
+
+def fetch_outputs(running: Iterable[Tree], *, ahead: int) -> Iterator[Tree]:
+    """Yields the outputs of `running` as host arrays, in order.
+
+    Waits for an output only after dispatching `ahead` more, so the device stays busy without
+    holding all outputs.
+    """
+    waiting: collections.deque[Tree] = collections.deque()
+    for outputs in running:
+        waiting.append(outputs)
+        if len(waiting) > ahead:
+            yield jax.device_get(waiting.popleft())
+    while waiting:
+        yield jax.device_get(waiting.popleft())
+
+
+_WINDOW = 100  # steps in the median that a loss is compared with
+_LOSSES = "losses"  # stored next to the fields of the data position
+
+
+class TrainingError(UserError):
+    """The run cannot continue."""
+
+
+class BadStepError(TrainingError):
+    """The loss or gradient of step `step` is not finite, or the loss is a spike."""
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
+
+
+class LossGuard:
+    """Detector of losses that are not finite or spike; checkpoints contain its history."""
+
+    def __init__(self, spike: float):
+        """
+        Args:
+          spike: `config.train.spike`.
+        """
+        self._spike = spike
+        self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+
+    def judge(self, loss: float, grad_norm: float) -> str:
+        """Records the next step; returns the problem with its numbers, or ""."""
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return f"loss {loss}, gradient norm {grad_norm}"
+        if self._spike and len(self._losses) == _WINDOW:
+            usual = statistics.median(self._losses)
+            if loss > self._spike * usual:
+                return (
+                    f"loss {loss:.4g} is above config.train.spike={self._spike:g} times "
+                    f"{usual:.4g}, the median of the last {_WINDOW} steps"
+                )
+        self._losses.append(loss)
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {_LOSSES: list(self._losses)} if self._spike else {}
+
+    def restore(self, position: dict[str, Any]) -> None:
+        """Restores the output of `to_json` and removes it from `position`."""
+        self._losses.extend(position.pop(_LOSSES, ()))
+
+
+class Rollbacks:
+    """Rollbacks of a run and the batches that they skip."""
+
+    def __init__(self, file: epath.Path, most: int):
+        """
+        Args:
+          file: JSON file with the rollbacks.
+          most: `config.train.rollbacks`.
+
+        Raises:
+          DamagedFileError: the file was not written by this class.
+        """
+        self._file, self._most = file, most
+        self._skipped: list[Mapping[str, int]] = []
+        if file.exists():
+            remedy = "restore it from a copy, or remove it to train on all batches"
+            self._skipped = storage.read_json(file, remedy=remedy, fields={"skipped": list})[
+                "skipped"
+            ]
+            for each in self._skipped:
+                found = each if isinstance(each, dict) else {}
+                if any(type(found.get(name)) is not int for name in ("after", "batches")):
+                    raise storage.damaged(file, f"{each!r} is not a rollback", remedy)
+
+    def batches_after(self, step: int) -> int:
+        """Returns the number of batches to skip between `step` and the next step."""
+        return sum(each["batches"] for each in self._skipped if each["after"] == step)
+
+    def describe(self) -> list[tuple[int, str]]:
+        """Returns (bad step, description) of each rollback."""
+        return [
+            (
+                each["after"] + each["batches"],
+                f"bad step: returned to step {each['after']:,} and skipped {each['batches']:,} "
+                "batches",
+            )
+            for each in self._skipped
+        ]
+
+    def go_back(self, error: BadStepError, checkpoint: int, *, writes: bool) -> None:
+        """Records a rollback that skips the batches after `checkpoint` up to the step of `error`.
+
+        Args:
+          error: the bad step.
+          checkpoint: step that the run returns to.
+          writes: whether this process writes the file.
+
+        Raises:
+          BadStepError: `error`, if the run has used all its rollbacks.
+        """
+        if len(self._skipped) >= self._most:
+            if not self._most:
+                raise error
+            raise BadStepError(
+                f"{error} All {len(self._skipped)} rollbacks of config.train.rollbacks are used.",
+                error.step,
+            )
+        logging.warning(
+            "%s. Returning to %s and skipping the %d batches since then: rollback %d of %d.",
+            str(error).rstrip("."),
+            f"the checkpoint of step {checkpoint}" if checkpoint else "the start",
+            error.step - checkpoint,
+            len(self._skipped) + 1,
+            self._most,
+        )
+        self._skipped.append({"after": checkpoint, "batches": error.step - checkpoint})
+        if writes:
+            storage.write_json(self._file, {"skipped": self._skipped})
 
 
 class Batches(Protocol):
@@ -58,7 +264,7 @@ class _Dispatched(NamedTuple):
     """A dispatched step whose metrics are still on the device."""
 
     step: int
-    vitals: Vitals
+    metrics: StepMetrics
     totals: Metrics | None  # of the log interval, if it ends here
     batch: Batch
 
@@ -112,7 +318,7 @@ def train(
         )
         tracker = None
         if jax.process_index() == 0:
-            tracker = stack.enter_context(trackers.tracking(config, workdir))
+            tracker = stack.enter_context(metrics_writer.tracking(config, workdir))
         watchdog = Watchdog(t.hang_seconds)
         stack.enter_context(watchdog.watching())
         rollbacks = Rollbacks(workdir.skipped, t.rollbacks)
@@ -140,7 +346,7 @@ def train(
                     run.restore_or_start()
                     if run.step >= t.steps:
                         return run.finished()
-                    with reporting.Reporter(
+                    with metrics_writer.Reporter(
                         workdir, task, steps=t.steps, step=run.step, tracker=tracker
                     ) as reporter:
                         run.reporter = reporter
@@ -172,20 +378,20 @@ class _Run:
 
     step: int = 0
     state: TrainState | None = None
-    reporter: reporting.Reporter | None = None
+    reporter: metrics_writer.Reporter | None = None
     pending: _Dispatched | None = None
     totals: Metrics | None = None  # sums of the log interval so far
     cut_interval: dict[str, Any] | None = None  # its sums up to the checkpoint
     train_values: dict[str, float] = dataclasses.field(default_factory=dict)
     eval_values: dict[str, float] = dataclasses.field(default_factory=dict)
     clock: Clock = dataclasses.field(default_factory=Clock)
-    watch: compilation.RecompileWatch = dataclasses.field(init=False)
+    watch: environment.RecompileWatch = dataclasses.field(init=False)
     guard: LossGuard = dataclasses.field(init=False)
-    given: list[Params] = dataclasses.field(default_factory=list)  # step arguments, on device
+    extra_args: list[Params] = dataclasses.field(default_factory=list)  # step arguments, on device
     shapes: dict[str, jax.ShapeDtypeStruct] | None = None  # of the newest batch
 
     def __post_init__(self):
-        self.watch = compilation.RecompileWatch(
+        self.watch = environment.RecompileWatch(
             self.program.train_step, "training step", self.task.batch_shapes
         )
         self.guard = LossGuard(self.config.train.spike)
@@ -197,7 +403,7 @@ class _Run:
         if restored:
             self.state, position = restored
             self.step = int(self.state.step)
-            self.cut_interval = position.pop(interval.KEY, None)
+            self.cut_interval = position.pop(metrics_writer.INTERVAL_KEY, None)
             self.guard.restore(position)
             if position:  # absent from imported checkpoints: start at the first row
                 self.batches.set_state(position)
@@ -206,20 +412,20 @@ class _Run:
         logging.info(
             "Starting from %s: %s parameters.",
             "given weights" if self.initial_params else "scratch",
-            f"{state_lib.count(self.program.abstract.params):,}",
+            f"{partitioning.count_params(self.program.abstract.params):,}",
         )
-        with interrupts.nothing_to_save(), compilation.compiling("Initializing the parameters"):
+        with interrupts.nothing_to_save(), environment.compiling("Initializing the parameters"):
             if self.initial_params:
                 self.state = self.program.start(self.initial_params())
             else:
                 key = jax.random.key(self.config.seed)
-                self.state = self.program.init(state_lib.fold_in_name(key, "init"))
+                self.state = self.program.init(train_step.fold_in_name(key, "init"))
 
     def to_the_end(self, stop: signals.StopSignals) -> Result:
         t, c = self.config.train, self.config.checkpoint
         if self.task.frozen is not None:
-            (places,) = self.program.given_places
-            self.given = [sharding.put_params(self.task.frozen, places)]
+            (places,) = self.program.extra_shardings
+            self.extra_args = [partitioning.put_params(self.task.frozen, places)]
         saved, signal_name = self.step, None
         if self.step == 0:
             self._publish_if_due()
@@ -245,7 +451,9 @@ class _Run:
                 if due or (values and self.checkpoints.is_best(values)):
                     self._look_at_pending()
                     with self.clock.paused():
-                        position = self.batches.get_state() | interval.to_json(self.totals)
+                        position = self.batches.get_state() | metrics_writer.interval_to_json(
+                            self.totals
+                        )
                         position |= self.guard.to_json()
                         self.workdir.check_owner()
                         self.reporter.flush()
@@ -260,8 +468,10 @@ class _Run:
 
     def finished(self) -> Result:
         logging.info("Nothing to do: the run finished at step %d.", self.step)
-        lines = reporting.read_undamaged(self.workdir.metrics)
-        train, validation = (reporting.last_of(lines, split) for split in ("train", "validation"))
+        lines = metrics_writer.read_undamaged(self.workdir.metrics)
+        train, validation = (
+            metrics_writer.last_of(lines, split) for split in ("train", "validation")
+        )
         return Result(self.step, self.state, train, validation, stopped_by=None)
 
     def _publish_if_due(self) -> None:
@@ -290,18 +500,18 @@ class _Run:
             self._look_at_pending()
             timed = self.clock.left_out()
         with timed, jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
-            self.state, metrics, vitals = self.watchdog.call(
-                self.program.train_step, self.state, placed, *self.given, batch=placed
+            self.state, metrics, step_metrics = self.watchdog.call(
+                self.program.train_step, self.state, placed, *self.extra_args, batch=placed
             )
         self.step += 1
         if self.cut_interval:
-            self.totals = interval.from_json(self.cut_interval, metrics)
+            self.totals = metrics_writer.interval_from_json(self.cut_interval, metrics)
             self.cut_interval = None
         self.totals = _add_metrics(self.totals, metrics) if self.totals else metrics
         whole = self.step % self.config.train.log_every == 0
         ends = whole or self.step == self.config.train.steps
         before = self.pending
-        self.pending = _Dispatched(self.step, vitals, self.totals if ends else None, batch)
+        self.pending = _Dispatched(self.step, step_metrics, self.totals if ends else None, batch)
         if whole:  # a partial interval continues if the run is extended
             self.totals = None
         if before:
@@ -318,25 +528,25 @@ class _Run:
             self.pending = None
 
     def _look_at(self, done: _Dispatched) -> None:
-        vitals = {name: float(v) for name, v in jax.device_get(done.vitals)._asdict().items()}
-        if wrong := self.guard.judge(vitals["loss"], vitals["grad_norm"]):
-            self._fail(done, vitals, wrong)
+        step_metrics = {n: float(v) for n, v in jax.device_get(done.metrics)._asdict().items()}
+        if wrong := self.guard.judge(step_metrics["loss"], step_metrics["grad_norm"]):
+            self._fail(done, step_metrics, wrong)
         if done.totals is None:
             return
         self.watch.check(done.step)
         values = self.task.summarize(jax.device_get(done.totals))
-        # Vitals describe the last step; the task's metrics are means over the interval.
-        self.train_values = vitals | values
+        # Step metrics describe the last step; the task's metrics are means over the interval.
+        self.train_values = step_metrics | values
         self.reporter.train(done.step, self.train_values, self.clock.lap(done.step))
         if self.config.train.warn_health:
             self.reporter.warn_health(done.step, self.train_values)
 
-    def _fail(self, done: _Dispatched, vitals: dict[str, float], wrong: str):
+    def _fail(self, done: _Dispatched, step_metrics: dict[str, float], wrong: str):
         place = self.workdir.bad_batch(done.step, jax.process_index())
         kept = f"was saved to {place}"
         try:
-            with files.replacing(place) as file:
-                np.savez(file, **done.batch, step=done.step, seed=self.config.seed, **vitals)
+            with storage.replacing(place) as file:
+                np.savez(file, **done.batch, step=done.step, seed=self.config.seed, **step_metrics)
         except OSError as error:
             kept = f"could not be saved to {place} ({error.strerror})"
         self.checkpoints.settle()
@@ -355,7 +565,7 @@ class _Run:
         if not self.eval_values:
             patient = self.watchdog.patient("Compiling and running the first evaluation")
         with self.clock.paused(), patient:
-            self.eval_values = evaluation_lib.run(
+            self.eval_values = evaluate(
                 self.task,
                 self.program.eval_step,
                 self.state.params,
@@ -388,7 +598,7 @@ class _Run:
 
     def _first_step_done(self) -> None:
         jax.block_until_ready(self.state)
-        how = compilation.describe_compile_cache()
+        how = environment.describe_compile_cache()
         logging.info("First step %.1f s after the program started; %s.", seconds_since_start(), how)
         self.clock.start(self.step)
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from convbert_jax.config import MeshSection, UserError
-from convbert_jax.training import sharding
-from convbert_jax.training.program import Program
-from convbert_jax.training.task import Params, Task
+from convbert_jax.training import partitioning
+from convbert_jax.training.partitioning import Params
+from convbert_jax.training.train_step import Program, Task
 
 _GIB = 2**30
 _MIB = 2**20
@@ -138,11 +138,11 @@ def find_causes(
         placed = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
             task.frozen,
-            program.given_places[0],
+            program.extra_shardings[0],
         )
         causes["teacher parameters"] = bytes_of_device(placed)
     if batch is not None:
-        one = sharding.make_mesh(MeshSection(), list(mesh.devices.flat[:1]))
+        one = partitioning.make_mesh(MeshSection(), list(mesh.devices.flat[:1]))
         kept = kept_bytes(task, state.params, batch, accumulation, mesh, one)
         causes["activations kept for the backward pass"] = kept
     return causes

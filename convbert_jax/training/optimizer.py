@@ -13,15 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 
 from convbert_jax.config import OptimizerSection, PluginError
 from convbert_jax.config.checks import plugins
-from convbert_jax.training.muon import scale_by_muon
-from convbert_jax.training.state import flatten, parameter_path
+from convbert_jax.training.partitioning import flatten_params, parameter_path
 
 # The same variables as in the official code: LayerNorm, layer_norm or bias in their name.
 _NEVER_DECAYED = re.compile(r"(^|_|/)(bias|scale)$")
+
 _EMBEDDING = re.compile(r"(^|/)embedding$")
+
 _STAGE = re.compile(r"encoder/stages/(\d+)/")
 
 
@@ -35,13 +37,13 @@ def make_optimizer(section: OptimizerSection, steps: int) -> optax.GradientTrans
       PluginError: as `check_method`.
     """
     if ":" in section.method:
-        return optax.chain(_clip(section), _make_own(section, make_schedule(section, steps)))
+        return optax.chain(_clip(section), _make_plugin(section, make_schedule(section, steps)))
     return optax.chain(
         *_direction(section), optax.scale_by_learning_rate(make_schedule(section, steps))
     )
 
 
-def make_told_optimizer(
+def make_injected_lr_optimizer(
     section: OptimizerSection, layer_decay: float
 ) -> optax.GradientTransformationExtraArgs:
     """Makes the complete update for runs that share a program.
@@ -50,7 +52,7 @@ def make_told_optimizer(
     it by depth.
     """
     if ":" in section.method:
-        return _make_told_own(section, layer_decay)
+        return _make_injected_lr_plugin(section, layer_decay)
     direction = optax.chain(*_direction(section))
 
     def update(gradients, state, params, *, learning_rate, **_):
@@ -69,10 +71,10 @@ def check_method(section: OptimizerSection) -> None:
         section sets.
     """
     if ":" in section.method:
-        _make_own(section, 0.0)
+        _make_plugin(section, 0.0)
 
 
-def _make_own(
+def _make_plugin(
     section: OptimizerSection, learning_rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformation:
     """Calls the factory config.optimizer.method with the arguments in its signature."""
@@ -120,13 +122,13 @@ def _make_own(
     return made
 
 
-def _make_told_own(
+def _make_injected_lr_plugin(
     section: OptimizerSection, layer_decay: float
 ) -> optax.GradientTransformationExtraArgs:
     """Constructs the plug-in optimizer in each trace, with the step's traced learning rate."""
 
     def make(learning_rate):
-        return optax.chain(_clip(section), _make_own(section, learning_rate))
+        return optax.chain(_clip(section), _make_plugin(section, learning_rate))
 
     def update(gradients, state, params, *, learning_rate, **_):
         updates, state = make(learning_rate).update(gradients, state, params)
@@ -172,7 +174,7 @@ def layer_multipliers(params, decay: float):
     Returns:
       A tree like `params` of float32 scalars; for stages, arrays that broadcast to the parameter.
     """
-    shapes = flatten(params)
+    shapes = flatten_params(params)
     stages = {}
     for path, leaf in shapes.items():
         match = _STAGE.match(path)
@@ -271,3 +273,46 @@ def decay_mask(params, decay_embeddings: bool):
         return decay_embeddings or not _EMBEDDING.search(name)
 
     return jax.tree_util.tree_map_with_path(decays, params)
+
+
+# Matrices between hidden states; leading axes are layers and groups.
+_MATRIX = re.compile(r"(^|/)stages/.*/(kernel|pointwise|conv_kernel)$")
+
+_MUON_UPDATE_RMS = 0.2  # typical RMS of Adam's updates, which Muon's are scaled to
+
+
+def scale_by_muon(adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024): Nesterov momentum 0.95, orthogonalized by 5 Newton-Schulz steps.
+
+    Updates are multiplied by 0.2 sqrt(max(inputs, outputs)), so learning rates and weight decay of
+    Adam can be reused (Liu et al. 2025, §2.2).
+
+    Args:
+      adam: transformation of all other parameters: embeddings, heads, vectors, depthwise filters.
+    """
+    matrices = optax.chain(
+        optax.contrib.scale_by_muon(weight_dimension_numbers=_muon_dimensions),
+        optax.stateless(lambda updates, params: jax.tree.map(_resize, updates)),
+    )
+    return optax.chain(optax.masked(matrices, muon_mask), optax.masked(adam, _find_others))
+
+
+def muon_mask(params):
+    """Returns a mask tree: True for parameters that Muon updates."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: bool(_MATRIX.search(parameter_path(path))), params
+    )
+
+
+def _find_others(params):
+    return jax.tree.map(lambda found: not found, muon_mask(params))
+
+
+def _muon_dimensions(params):
+    return jax.tree.map(
+        lambda leaf: optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1), params
+    )
+
+
+def _resize(update: jax.Array) -> jax.Array:
+    return _MUON_UPDATE_RMS * max(update.shape[-2:]) ** 0.5 * update

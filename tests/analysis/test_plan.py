@@ -266,7 +266,7 @@ def test_the_speed_of_this_cpu_is_measured():
 def test_a_cpu_with_a_matrix_unit_reaches_a_smaller_share(monkeypatch):
     monkeypatch.setattr(plans, "_measure_products", lambda *_: 1e12)
     for unit, least in ((True, 0.1), (False, 0.2)):
-        monkeypatch.setattr(plans.processor, "multiplies_bfloat16", lambda unit=unit: unit)
+        monkeypatch.setattr(plans.machine, "multiplies_bfloat16", lambda unit=unit: unit)
         here = plans.this_cpu(256, 128, 512, jnp.bfloat16)
         assert here.reached[0] == least
         assert "1,000 GFLOP/s" in here.basis

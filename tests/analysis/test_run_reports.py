@@ -26,9 +26,9 @@ from convbert_jax.analysis.pretraining_report import (
     warn_writing,
 )
 from convbert_jax.config import to_dict
-from convbert_jax.files import DamagedFileError
 from convbert_jax.interop.networks import abstract_params
-from convbert_jax.training.reports.reporting import read_metrics
+from convbert_jax.storage import DamagedFileError
+from convbert_jax.training.metrics_writer import read_metrics
 from convbert_jax.workdir import Workdir
 
 

@@ -11,7 +11,7 @@ from convbert_jax.config import Config
 from convbert_jax.data import batching, corpus, parallel_text
 from convbert_jax.data.readers import pair_sources, text_files
 from convbert_jax.data.shards import ShardReader, records_to_pairs
-from convbert_jax.interfaces.batch import Batch, SequenceBatch
+from convbert_jax.interfaces import Batch, SequenceBatch
 from tests.data.parallel.conftest import write_files
 
 

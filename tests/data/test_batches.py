@@ -11,7 +11,7 @@ import pytest
 from convbert_jax.data import batching, shards
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.shards import ShardReader
-from convbert_jax.files import DamagedFileError
+from convbert_jax.storage import DamagedFileError
 from tests.batches import check_batch
 from tests.refusals import refused
 

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from convbert_jax import files, recipes
+from convbert_jax import recipes, storage
 from convbert_jax.config import UserError, to_dict
 from convbert_jax.data import corpus, parallel_text, prepared, shards
 from convbert_jax.data.corpus import VERSIONS
@@ -24,7 +24,7 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel_text import prepare as prepare_pairs
 from convbert_jax.data.readers import text_files
 from convbert_jax.data.tokenizer import tokenizer
-from convbert_jax.files import DamagedFileError
+from convbert_jax.storage import DamagedFileError
 from tests.data.kinds import changed
 from tests.data.parallel.conftest import pair_config
 from tests.refusals import refused
@@ -635,5 +635,5 @@ def test_fields_that_are_checked_are_those_that_are_written(kind, store):
         ("tokenizer_settings.json", tokenizer.SETTINGS_FIELDS),
     ):
         path = store[1].directory / name
-        assert set(fields) <= set(files.read_json(path, remedy="", fields=fields))
+        assert set(fields) <= set(storage.read_json(path, remedy="", fields=fields))
         assert "crc32" in json.loads(path.read_text())

@@ -22,9 +22,9 @@ def use():
 """
 _FAULTS = f"""
 import sys
-from convbert_jax.machine import allocator
+from convbert_jax import machine
 if "keep" in sys.argv:
-    assert allocator.keep_memory()
+    assert machine.keep_memory()
 {_USE}
 use()
 print(use())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from convbert_jax.config import CheckpointSection, Config, FinetuneSection, TrainSection
 from convbert_jax.doctor import disk
-from convbert_jax.training.checkpoints import reading
+from convbert_jax.training import checkpoints
 from tests.training import tiny_run
 
 
@@ -120,8 +120,8 @@ def test_a_real_run_takes_no_more_than_that(tmp_path):
         batches=tiny_run.Rows(features=50_000),
         evaluation=lambda: tiny_run.evaluation(features=50_000),
     )
-    assert len(reading.list_steps(tmp_path / "checkpoints")) == 2
-    arrays = reading.load_arrays(tmp_path / "checkpoints", 8)[1]
+    assert len(checkpoints.list_steps(tmp_path / "checkpoints")) == 2
+    arrays = checkpoints.load_arrays(tmp_path / "checkpoints", 8)[1]
     size = sum(array.nbytes for array in arrays.values())
     parameters = 50_001
     assert 2 * size <= disk.checkpoint_bytes(made, parameters) + 2 * 4096

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 
 from convbert_jax.config import Config, ConfigError
 from convbert_jax.doctor import accelerators, devices, finding, host, versions
-from convbert_jax.machine.accelerators import Accelerators, find_accelerators
-from convbert_jax.machine.limits import cgroup_limits
-from convbert_jax.machine.processor import multiplies_bfloat16
+from convbert_jax.machine import Accelerators, cgroup_limits, find_accelerators, multiplies_bfloat16
 
 GIB = 2**30
 

@@ -16,7 +16,7 @@ import pytest
 from absl.testing import flagsaver
 
 from convbert_jax import command_line, console, main
-from convbert_jax.training.checkpoints import reading
+from convbert_jax.training import checkpoints
 from tests import compiling
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
@@ -254,7 +254,7 @@ def test_two_processes_are_one_run(tmp_path, text_source, prepared):
             if name in one[key]:
                 assert two[key][name] == pytest.approx(one[key][name], rel=1e-4), (key, name)
     ours, theirs = (
-        reading.load_arrays(tmp_path / name / "checkpoints", 4)[1] for name in ("alone", "both")
+        checkpoints.load_arrays(tmp_path / name / "checkpoints", 4)[1] for name in ("alone", "both")
     )
     assert ours.keys() == theirs.keys()
     for name in ours:

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from convbert_jax import recipes
 from convbert_jax.config import Config, MeshSection, from_config_dict, to_dict
 from convbert_jax.config.run import RECIPES
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SpecialIds
 from convbert_jax.recipes import planning
-from convbert_jax.training import memory, sharding
-from convbert_jax.training.program import make_program
+from convbert_jax.training import memory, partitioning
+from convbert_jax.training.train_step import make_program
 from tests.models.mean_mixer import NAME
 
 SPECIAL = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
@@ -69,7 +69,7 @@ def two_steps(mesh_sizes: MeshSection, devices: int, make_config=small_config):
     """Return loss, gradient norm and parameters after two steps, and held-out sums."""
     config = make_config()
     task = recipes.build_task(config, SPECIAL, jax.devices()[0])
-    mesh = sharding.make_mesh(mesh_sizes, jax.devices()[:devices])
+    mesh = partitioning.make_mesh(mesh_sizes, jax.devices()[:devices])
     program = make_program(task, config, mesh)
     with jax.set_mesh(mesh):
         current = program.init(jax.random.key(1))
@@ -110,7 +110,7 @@ def test_every_recipe_can_send_gradients_in_bfloat16(recipe):
     values["parallel"] |= {"batch_tokens": 512, "max_length": 16}
     values["model"] |= {"ffn_groups": 1, "embedding_size": 64}
     config = from_config_dict(values)
-    mesh = sharding.make_mesh(MeshSection(data=4, fsdp=2), jax.devices())
+    mesh = partitioning.make_mesh(MeshSection(data=4, fsdp=2), jax.devices())
     shards = memory.count_shards(mesh)
     task = planning.make_task(config, jax.devices()[0], shards=shards)
     program = make_program(task, config, mesh)
@@ -122,7 +122,7 @@ def test_every_recipe_can_send_gradients_in_bfloat16(recipe):
 
 def test_stages_with_a_mixer_from_outside_are_divided():
     config = staged_config()
-    mesh = sharding.make_mesh(MeshSection(data=2, fsdp=2, tensor=2), jax.devices())
+    mesh = partitioning.make_mesh(MeshSection(data=2, fsdp=2, tensor=2), jax.devices())
     program = make_program(recipes.build_task(config, SPECIAL, jax.devices()[0]), config, mesh)
     for network in ("discriminator", "generator"):
         kernels = [

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from convbert_jax.finetuning import run_files
-from convbert_jax.training.checkpoints.reading import load_arrays
+from convbert_jax.training.checkpoints import load_arrays
 from convbert_jax.workdir import Workdir
 from tests.end_to_end.test_command_line import REPOSITORY, refused, run
 

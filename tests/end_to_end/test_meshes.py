@@ -27,9 +27,9 @@ from convbert_jax.interop.networks import split
 from convbert_jax.interop.sources import Source
 from convbert_jax.objectives import classification, span_extraction
 from convbert_jax.recipes import planning, teaching
-from convbert_jax.training import optimizer, sharding
-from convbert_jax.training.program import Program, make_program
-from convbert_jax.training.task import Params
+from convbert_jax.training import optimizer, partitioning
+from convbert_jax.training.partitioning import Params
+from convbert_jax.training.train_step import Program, make_program
 from tests.agreement import assert_agree
 from tests.models.mean_mixer import NAME
 
@@ -100,7 +100,7 @@ CASES = [
     *((name, axes) for name in OF_MIXERS for axes in (DIVIDED, ALL)),
     *((name, ALL) for name in STEPS if "finetune" not in name),
     *((name, OTHERS[i % 2]) for i, name in enumerate(STEPS)),
-    *(("masked_lm", (axis,)) for axis in sharding.AXES),
+    *(("masked_lm", (axis,)) for axis in partitioning.AXES),
 ]
 
 
@@ -166,7 +166,11 @@ def make_pretraining(config: Config, mesh: Mesh) -> Case:
         batch["segment_ids"] = np.minimum(batch["segment_ids"], 1)
         batch["source"], batch["source_ids"] = batch["tokens"][::-1], batch["segment_ids"][::-1]
         batch["labels"] = np.roll(batch["tokens"], -1, axis=1) * batch["segment_ids"]
-    given = () if teacher is None else (sharding.put_params(teacher.params, *program.given_places),)
+    given = (
+        ()
+        if teacher is None
+        else (partitioning.put_params(teacher.params, *program.extra_shardings),)
+    )
     return Case(program, batch, given)
 
 
@@ -200,9 +204,9 @@ def step(name: str, section: MeshSection) -> tuple[np.ndarray, Params, set[str]]
     """Return loss, gradients, and the axes over which parameters are sharded."""
     recipe, fields = (STEPS | OF_MIXERS)[name]
     config = make_config(recipe, **fields)
-    mesh = sharding.make_mesh(section, jax.devices()[: math.prod(dataclasses.astuple(section))])
+    mesh = partitioning.make_mesh(section, jax.devices()[: math.prod(dataclasses.astuple(section))])
     with pytest.MonkeyPatch.context() as patch, jax.set_mesh(mesh):
-        patch.setattr(sharding, "_SMALL", 2**10)  # shard small parameters too
+        patch.setattr(partitioning, "_SMALL", 2**10)  # shard small parameters too
         for module, make in ((optimizer, "make_optimizer"), (finetuning, "make_told_optimizer")):
             patch.setattr(module, make, lambda *_: optax.trace(decay=0.0))  # keeps the gradient
         if recipe == "finetune":
@@ -236,7 +240,7 @@ def test_cpus_send_nothing_in_a_loop_over_layers_or_a_branch(name):
     """XLA:CPU confuses messages of a loop or a branch with other messages."""
     recipe, fields = STEPS[name]
     section = MeshSection(data=2, sequence=2)
-    mesh = sharding.make_mesh(section, jax.devices()[:4])
+    mesh = partitioning.make_mesh(section, jax.devices()[:4])
     with jax.set_mesh(mesh):
         case = make_pretraining(make_config(recipe, **(fields | {"model.layers": 2})), mesh)
         program, batch = case.program, jax.eval_shape(case.program.put_batch, case.batch)

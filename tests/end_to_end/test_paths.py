@@ -8,8 +8,8 @@ from absl.testing import flagsaver
 
 from convbert_jax import command_line, console, main
 from convbert_jax.config import to_dict
-from convbert_jax.files import write_json
 from convbert_jax.interop.sources import read_source
+from convbert_jax.storage import write_json
 from convbert_jax.workdir import Workdir
 from tests.end_to_end.test_command_line import SMALL, TINY, run, text_source
 from tests.runs import PAIRS, make_config, write_pairs

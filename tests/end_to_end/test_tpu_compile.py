@@ -17,14 +17,14 @@ from convbert_jax.analysis.tpu_devices import make_devices, open_topology
 from convbert_jax.config import MeshSection, ModelSection
 from convbert_jax.config.sequences import SequenceSection, derive_language_model
 from convbert_jax.decoding import search
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SpecialIds
 from convbert_jax.models.networks import LanguageModel
 from convbert_jax.ops.attention import attention, pallas_tpu
 from convbert_jax.ops.nn import Dropout
 from convbert_jax.ops.tpu.attention import longest
 from convbert_jax.recipes.planning import plan_slice
-from convbert_jax.training import sharding
-from convbert_jax.training.program import make_program
+from convbert_jax.training import partitioning
+from convbert_jax.training.train_step import make_program
 from tests.end_to_end.test_devices import small_config
 from tests.ops import definitions
 from tests.ops.definitions import BF16, F32, OPS
@@ -177,7 +177,7 @@ def test_step_compiles_for_four_chips_of_v5e(paper):
     special = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
     task = recipes.build_task(config, special, topology.devices[0])
     assert task.peak_flops_per_device == pytest.approx(197e12)
-    mesh = sharding.make_mesh(MeshSection(data=2, fsdp=2), topology.devices)
+    mesh = partitioning.make_mesh(MeshSection(data=2, fsdp=2), topology.devices)
     program = make_program(task, config, mesh)
     shape = (config.train.batch_size, config.data.length)
     batch = {

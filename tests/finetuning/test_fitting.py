@@ -16,9 +16,9 @@ from convbert_jax.finetuning import classification, fitting
 from convbert_jax.finetuning.fitting import Programs, narrow_head, widen_head
 from convbert_jax.finetuning.run_files import Setting
 from convbert_jax.finetuning.task import ROW, FinetuningError, rows_evaluator
-from convbert_jax.interfaces.batch import TextBatch
+from convbert_jax.interfaces import TextBatch
 from convbert_jax.recipes.finetuning import make_mesh
-from convbert_jax.training.environment import watchdog
+from convbert_jax.training import signals
 from tests.batches import check_batch
 from tests.finetuning.conftest import make_source
 from tests.refusals import refused
@@ -226,7 +226,7 @@ def test_a_step_that_hangs_is_noticed(hangs, toy, monkeypatch):
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, hang_seconds=1))
     program = programs.of(task, None)
     ended, told, steps = threading.Event(), [], itertools.count()
-    monkeypatch.setattr(watchdog.distributed, "exit_after_hang", ended.set)
+    monkeypatch.setattr(signals.distributed, "exit_after_hang", ended.set)
     name = {"training": "train_step", "evaluating": "eval_step"}[hangs]
     step = getattr(program, name)
 

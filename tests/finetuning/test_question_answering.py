@@ -20,8 +20,8 @@ from convbert_jax.finetuning.fitting import Programs
 from convbert_jax.finetuning.task import FinetuningError
 from convbert_jax.inference.loading import read_finetuned
 from convbert_jax.inference.predictor import QuestionAnswerer, make_predictor
-from convbert_jax.interfaces.batch import AnswerBatch
-from convbert_jax.training import sharding
+from convbert_jax.interfaces import AnswerBatch
+from convbert_jax.training import partitioning
 from convbert_jax.workdir import Workdir
 from tests.batches import check_batch
 from tests.refusals import refused
@@ -127,7 +127,7 @@ def make_config(folder, tokenizer):
 
 
 def finetune(config, name, folder, tokenizer):
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    mesh = partitioning.make_mesh(config.mesh, jax.devices()[:1])
     programs = Programs(config, np.dtype(np.float32), mesh)
     make = lambda: question_answering.make_task(name, config, tokenizer)  # noqa: E731
     with jax.set_mesh(mesh):

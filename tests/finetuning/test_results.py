@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.finetuning import run_files
 from convbert_jax.finetuning.run_files import Setting
 from convbert_jax.workdir import Workdir
@@ -59,7 +59,7 @@ def test_a_flipped_bit_of_a_result_never_passes_unseen(bit, tmp_path_factory):
     found = message = ""
     try:
         found = repr(run_files.read_results(workdir))
-    except files.DamagedFileError as error:
+    except storage.DamagedFileError as error:
         message = str(error)
     assert found == before or (str(workdir.results) in message and "line 2" in message)
 
@@ -98,7 +98,7 @@ def damages(line: bytes):
 def test_a_damaged_line_is_named_and_the_others_are_kept(tmp_path, line):
     for content in damages(line).values():
         write(tmp_path, line, content, line)
-        with refused(files.DamagedFileError, Workdir(tmp_path).results, "line 2"):
+        with refused(storage.DamagedFileError, Workdir(tmp_path).results, "line 2"):
             run_files.read_results(Workdir(tmp_path))
         write(tmp_path, line, line)  # the fix that the error suggests
         assert len(run_files.read_results(Workdir(tmp_path))) == 2
@@ -116,5 +116,5 @@ def test_a_result_without_a_score_of_its_task_is_refused(tmp_path, line):
     runs = run_files.read_results(Workdir(tmp_path))
     run_files.check_scores(Workdir(tmp_path), runs, ("validation",), ("accuracy", "mcc"))
     for splits, metrics in ((("validation", "test"), ("mcc",)), (("validation",), ("f1",))):
-        with refused(files.DamagedFileError, Workdir(tmp_path).results, "toy", metrics[0]):
+        with refused(storage.DamagedFileError, Workdir(tmp_path).results, "toy", metrics[0]):
             run_files.check_scores(Workdir(tmp_path), runs, splits, metrics)

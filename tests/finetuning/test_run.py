@@ -26,8 +26,7 @@ from convbert_jax.interop import sources
 from convbert_jax.interop.networks import ConversionError, initial_params, split
 from convbert_jax.recipes import finetuning as recipe
 from convbert_jax.training.memory import OutOfMemoryError
-from convbert_jax.training.sharding import ShardingError
-from convbert_jax.training.state import flatten
+from convbert_jax.training.partitioning import ShardingError, flatten_params
 from convbert_jax.workdir import Workdir, WorkdirError
 from tests.finetuning.conftest import make_source
 from tests.refusals import refused
@@ -276,13 +275,13 @@ def test_the_first_layers_of_weights(make_config, monkeypatch):
     params = initial_params(whole)
     source = sources.Source("run", split(whole, params))
     monkeypatch.setattr(recipe.sources, "read_source", lambda path: source)
-    before = flatten(params["encoder"])
+    before = flatten_params(params["encoder"])
     for layers, depths in ((1, [1]), (2, [2]), (3, [2, 1])):
         config = dataclasses.replace(make_config(finetune__layers=layers), init_from="a run")
         config, _, weights = recipe.read_start(config)
         assert config.model.layers == layers
         assert [stage.depth for stage in config.encoder.stages] == depths
-        flat = flatten(weights["encoder"])
+        flat = flatten_params(weights["encoder"])
         assert any(path.startswith("stages/0/") for path in flat)
         for path, leaf in flat.items():
             assert len(leaf) == config.encoder.stages[int(path.split("/")[1])].depth
@@ -423,7 +422,7 @@ def test_out_of_memory_names_what_was_done_and_its_knob(
     def too_much(*_, **__):
         return jnp.ones((2**50,), jnp.uint8).block_until_ready()
 
-    owner = fitting.sharding if works == "put_whole_batch" else fitting
+    owner = fitting.partitioning if works == "put_whole_batch" else fitting
     monkeypatch.setattr(owner, works, too_much)
     with refused(OutOfMemoryError, work, knob, "0.0 MiB"):
         start(tmp_path)

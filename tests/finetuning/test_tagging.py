@@ -9,7 +9,7 @@ from convbert_jax.config import ConfigError
 from convbert_jax.config.own_task import TaskSection
 from convbert_jax.data.tasks import own_task
 from convbert_jax.finetuning import classification, run
-from convbert_jax.interfaces.batch import TagBatch
+from convbert_jax.interfaces import TagBatch
 from convbert_jax.workdir import Workdir
 from tests.batches import check_batch
 from tests.refusals import refused

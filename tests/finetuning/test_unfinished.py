@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.files import DamagedFileError
 from convbert_jax.finetuning.run_files import Provenance, Unfinished
 from convbert_jax.finetuning.task import FinetuningError
+from convbert_jax.storage import DamagedFileError
 from convbert_jax.training import distributed
-from convbert_jax.training.state import TrainState
+from convbert_jax.training.train_step import TrainState
 from convbert_jax.workdir import Workdir
 from tests.refusals import refused
 

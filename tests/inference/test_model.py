@@ -164,7 +164,7 @@ def test_programs_are_kept_for_the_next_start(make_run, tmp_path, monkeypatch): 
     folder, _ = make_run(mixer="attention")
     told = []
     monkeypatch.setattr(
-        "convbert_jax.inference.loading.compilation.enable_compile_cache", told.append
+        "convbert_jax.inference.loading.environment.enable_compile_cache", told.append
     )
     convbert_jax.load(folder)
     conversion.export(folder, output=tmp_path / "hf")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import convbert_jax
-from convbert_jax.training import evaluation, memory
+from convbert_jax.training import loop, memory
 from tests.inference.test_writing import make_writer, tokenizer  # noqa: F401
 from tests.refusals import refused
 
@@ -20,7 +20,7 @@ def take_too_much(_):
 def small_device(monkeypatch):
     """Every batch runs out of memory when its result is fetched."""
 
-    monkeypatch.setattr(evaluation, "jax", SimpleNamespace(device_get=take_too_much))
+    monkeypatch.setattr(loop, "jax", SimpleNamespace(device_get=take_too_much))
 
 
 def check(error, *parts):

@@ -9,7 +9,7 @@ from convbert_jax.config import MeshSection, OutputsSection
 from convbert_jax.data.tasks.labelled_text import LabelledTask
 from convbert_jax.inference.loading import Teacher
 from convbert_jax.ops import partitioning
-from convbert_jax.training import sharding
+from convbert_jax.training import partitioning as partitioning_lib
 
 
 def test_its_kernels_leave_all_rows_on_one_device_of_this_process():
@@ -37,5 +37,5 @@ def test_its_kernels_leave_all_rows_on_one_device_of_this_process():
     )
     predictor = SimpleNamespace(outputs=outputs, predict=predict)
     teacher = Teacher("here", predictor, "of its weights").for_task(task)
-    with jax.set_mesh(sharding.make_mesh(MeshSection(data=8))):
+    with jax.set_mesh(partitioning_lib.make_mesh(MeshSection(data=8))):
         np.testing.assert_array_equal(teacher.logits_of([("the sun",)] * 16), np.ones((16, 2)))

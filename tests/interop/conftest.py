@@ -15,8 +15,8 @@ import pytest
 from convbert_jax.config import Config, from_config_dict, to_dict
 from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
 from convbert_jax.interop import networks, parity
-from convbert_jax.training import optimizer, state
-from convbert_jax.training.checkpoints import saving as checkpoint
+from convbert_jax.training import checkpoints as checkpoints_lib
+from convbert_jax.training import optimizer, train_step
 from convbert_jax.workdir import Workdir
 
 WORDS = "the a of river stone light under over small great house tree water fire sun moon star"
@@ -112,9 +112,11 @@ def make_run(tmp_path_factory):
             train_tokenizer(texts, config.tokenizer, folder / "data")
             transformation = optimizer.make_optimizer(config.optimizer, config.train.steps)
             params = random_params(config) if change is None else change(random_params(config))
-            filled = state.create(jax.tree.map(jax.numpy.asarray, params), transformation)
+            filled = train_step.create_state(
+                jax.tree.map(jax.numpy.asarray, params), transformation
+            )
             filled = dataclasses.replace(filled, step=jax.numpy.asarray(step, jax.numpy.int32))
-            checkpoints = checkpoint.Checkpoints(folder / "checkpoints", config.checkpoint)
+            checkpoints = checkpoints_lib.Checkpoints(folder / "checkpoints", config.checkpoint)
             checkpoints.save(filled, {})
             checkpoints.close()
         if key:

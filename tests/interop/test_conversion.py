@@ -23,8 +23,7 @@ from convbert_jax.interop import (
 from convbert_jax.interop.networks import ConversionError, outline, split
 from convbert_jax.interop.sources import read_tokenizer
 from convbert_jax.recipes import start as recipes
-from convbert_jax.training.checkpoints import reading as checkpoint_reading
-from convbert_jax.training.checkpoints import saving as checkpoint
+from convbert_jax.training import checkpoints
 from convbert_jax.workdir import Workdir, WorkdirError
 from tests.interop.conftest import (
     assert_same,
@@ -93,7 +92,7 @@ def test_there_and_back(run, exported, tmp_path, form):
     if form == "tensorflow1":
         read = tensorflow1.read_checkpoint(exported[form] / "model.ckpt-3")
         assert not any(array.any() for array in read.moments[0]["main"].parameters.values())
-        assert checkpoint.list_steps(tmp_path / "back" / "checkpoints") == [3]
+        assert checkpoints.list_steps(tmp_path / "back" / "checkpoints") == [3]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ def test_step_and_moments_of_a_checkpoint_go_on(run, tmp_path):
     assert not (tmp_path / "run").exists()
     path = str(read_tokenizer(Workdir(folder), config)[0].path)
     importing.import_run(source, plain(config, **{"tokenizer.path": path}), tmp_path / "run")
-    _, arrays = checkpoint_reading.load_arrays(tmp_path / "run" / "checkpoints", 70)
+    _, arrays = checkpoints.load_arrays(tmp_path / "run" / "checkpoints", 70)
     name = "generator/stages/0/mixer/query/kernel"
     for kind, seed in (("mu", 1), ("nu", 2)):
         (found,) = (array for path, array in arrays.items() if path.endswith(f"/{kind}/{name}"))

@@ -23,8 +23,8 @@ from convbert_jax.data.tokenizer.tokenizer import load_tokenizer
 from convbert_jax.finetuning.run import save_model
 from convbert_jax.inference.loading import read_finetuned
 from convbert_jax.interop import sources
-from convbert_jax.training import optimizer, state
-from convbert_jax.training.checkpoints import saving as checkpoint
+from convbert_jax.training import checkpoints as checkpoints_lib
+from convbert_jax.training import optimizer, train_step
 from convbert_jax.workdir import Workdir
 from tests.interop.conftest import make_config, random_params
 
@@ -42,9 +42,9 @@ def place(tree):
 def make_state(config, step: int):
     transformation = optimizer.make_optimizer(config.optimizer, config.train.steps)
     params = jax.tree.map(jax.numpy.asarray, random_params(config, seed=step))
-    filled = state.create(params, transformation)
+    filled = train_step.create_state(params, transformation)
     moments = jax.tree.map(lambda leaf: leaf + step, filled.opt_state)
-    return state.TrainState(jax.numpy.asarray(step, jax.numpy.int32), params, moments)
+    return train_step.TrainState(jax.numpy.asarray(step, jax.numpy.int32), params, moments)
 
 
 @dataclasses.dataclass
@@ -68,7 +68,7 @@ def readers(make_run, tmp_path_factory):
     folder, config = make_run(step=STEPS[0], layers=1)
     shutil.rmtree(folder / "checkpoints")
     section = dataclasses.replace(config.checkpoint, best_metric="auc")
-    checkpoints = checkpoint.Checkpoints(folder / "checkpoints", section)
+    checkpoints = checkpoints_lib.Checkpoints(folder / "checkpoints", section)
     for step in STEPS:
         checkpoints.save(make_state(config, step), {"position": step}, {"auc": 0.5})
     checkpoints.close()
@@ -83,7 +83,7 @@ def readers(make_run, tmp_path_factory):
     newest = make_state(config, 4)
 
     def resume(path):
-        checkpoints = checkpoint.Checkpoints(path / "checkpoints", section)
+        checkpoints = checkpoints_lib.Checkpoints(path / "checkpoints", section)
         try:
             found, position = checkpoints.restore(place(newest))
             assert checkpoints.is_best({"auc": 0.6})

@@ -8,7 +8,6 @@ import pytest
 
 from convbert_jax.config import OutputsSection, UserError
 from convbert_jax.data import pair_worker
-from convbert_jax.files import DamagedFileError
 from convbert_jax.finetuning.run import save_model
 from convbert_jax.inference.loading import read_finetuned
 from convbert_jax.interop.sources import (
@@ -17,6 +16,7 @@ from convbert_jax.interop.sources import (
     read_tokenizers,
 )
 from convbert_jax.recipes import prepared
+from convbert_jax.storage import DamagedFileError
 from convbert_jax.workdir import Workdir, WorkdirError
 from tests.data.parallel import conftest as pairs
 from tests.interop.conftest import make_config, random_params
@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(make_run, monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("convbert_jax.files.write_json", full)
+    monkeypatch.setattr("convbert_jax.storage.write_json", full)
     with refused(WorkdirError, folder):
         keep_vocabularies(workdir, config, [tokenizer])
 

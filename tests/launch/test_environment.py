@@ -259,10 +259,11 @@ def test_quickstart_forwards_signals(checkout, number, code):
 )  # fmt: skip
 def test_a_missing_package_names_the_environment_that_has_it(checkout, exists, inside):
     (checkout / "convbert_jax").mkdir()
-    shutil.copy(LAUNCH.parent / "convbert_jax" / "absent.py", checkout / "convbert_jax")
+    shutil.copy(LAUNCH.parent / "convbert_jax" / "console.py", checkout / "convbert_jax")
     if exists:
         make_environment(checkout / ".venv")
-    code = "from convbert_jax import absent\nwith absent.told():\n import no_such_package"
+    block = "with console.missing_package_message():\n import no_such_package"
+    code = f"from convbert_jax import console\n{block}"
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=checkout if inside else checkout.parent,
@@ -279,10 +280,10 @@ def test_a_missing_package_names_the_environment_that_has_it(checkout, exists, i
 
 
 def test_an_active_environment_without_a_package_is_told_to_install_it(checkout, monkeypatch):
-    from convbert_jax import absent
+    from convbert_jax import console
 
     make_environment(checkout / ".venv")
-    monkeypatch.setattr(absent, "_CHECKOUT", checkout)
+    monkeypatch.setattr(console, "_CHECKOUT", checkout)
     monkeypatch.setattr(sys, "prefix", str(checkout / ".venv"))
-    with pytest.raises(SystemExit, match=r"requirements\.txt"), absent.told():
+    with pytest.raises(SystemExit, match=r"requirements\.txt"), console.missing_package_message():
         raise ModuleNotFoundError(name="no_such_package")

@@ -7,7 +7,7 @@ from flax import nnx
 
 from convbert_jax.config import ConfigError
 from convbert_jax.config.checks import plugins
-from convbert_jax.interfaces.placement import REPLICATED, Split
+from convbert_jax.interfaces import REPLICATED, Split
 from convbert_jax.models.layers import Dense
 
 NAME = "tests.models.mean_mixer:Mean"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from convbert_jax import config_files, files
+from convbert_jax import config_files, storage
 from convbert_jax.analysis import flops
 from convbert_jax.command_line import overrides
 from convbert_jax.config import (
@@ -37,8 +37,8 @@ from convbert_jax.interop import huggingface, matching, networks, sources, table
 from convbert_jax.interop.networks import ConversionError
 from convbert_jax.models import build
 from convbert_jax.models.networks import PretrainingModel, sharding_rules
-from convbert_jax.training import sharding
-from convbert_jax.training.state import flatten
+from convbert_jax.training import partitioning
+from convbert_jax.training.partitioning import flatten_params
 from convbert_jax.workdir import Workdir
 from tests.models.definitions import KINDS
 from tests.models.mean_mixer import NAME, Mean
@@ -236,22 +236,22 @@ def test_flops_add_up_over_stages(staged, make_config):
 
 def test_every_parameter_of_every_stage_has_a_rule(staged):
     _, init = build(PretrainingModel, staged)
-    mesh = sharding.make_mesh(MeshSection(fsdp=2, tensor=2))
-    rules = (*sharding_rules(staged.encoder), *sharding.RULES)
-    shapes = flatten(jax.eval_shape(init, jax.random.key(0)))
+    mesh = partitioning.make_mesh(MeshSection(fsdp=2, tensor=2))
+    rules = (*sharding_rules(staged.encoder), *partitioning.RULES)
+    shapes = flatten_params(jax.eval_shape(init, jax.random.key(0)))
     weight = "discriminator/stages/2/mixer/weight"
     assert weight in shapes
     for path, leaf in shapes.items():
-        sharding.partition_spec(path, leaf.shape, mesh, rules)
+        partitioning.partition_spec(path, leaf.shape, mesh, rules)
 
     def spec_of_output(stage):
         path = f"encoder/stages/{stage}/mixer/output/kernel"
-        return sharding.partition_spec(path, (1, 256, 256), mesh, rules)
+        return partitioning.partition_spec(path, (1, 256, 256), mesh, rules)
 
     assert spec_of_output(2) == jax.sharding.PartitionSpec(None, "fsdp", "tensor")  # of Mean
     assert spec_of_output(1) == jax.sharding.PartitionSpec(None, "tensor", "fsdp")
-    with refused(sharding.ShardingError, weight):
-        sharding.partition_spec(weight, (1, 32), mesh, sharding.RULES)
+    with refused(partitioning.ShardingError, weight):
+        partitioning.partition_spec(weight, (1, 32), mesh, partitioning.RULES)
 
 
 # --- Weights from and for other formats ---
@@ -487,12 +487,12 @@ def test_a_run_whose_mixer_is_not_installed_is_not_damaged(trusting, tmp_path):
         ({"mixer": "gone.away:Mixer"}, "PYTHONPATH"),
         ({"mixer_fields": ["gone=1"]}, "gone=1"),
     ):
-        files.write_text(workdir.config, json.dumps(values | {"model": values["model"] | fault}))
+        storage.write_text(workdir.config, json.dumps(values | {"model": values["model"] | fault}))
         with refused(PluginError, "config.json", "config.model.mixer", mention):
             workdir.read_config()
     values["model"]["stages"] = [dataclasses.asdict(StageSection(layers=7))]
-    files.write_text(workdir.config, json.dumps(values))
-    with refused(files.DamagedFileError):
+    storage.write_text(workdir.config, json.dumps(values))
+    with refused(storage.DamagedFileError):
         workdir.read_config()
 
 

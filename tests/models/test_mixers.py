@@ -26,7 +26,7 @@ from convbert_jax.ops.convolution import (
     dynamic_conv,
     dynamic_conv_step,
 )
-from convbert_jax.training import sharding
+from convbert_jax.training import partitioning
 from tests.agreement import assert_agree
 from tests.models.definitions import COUNTS, DEFINITIONS, KINDS, Context, check_gradients
 from tests.models.mean_mixer import NAME
@@ -261,16 +261,16 @@ def test_on_eight_devices_they_are_what_they_are_on_one(make_config, randomize):
     graphdef, params = randomize(lambda rngs: Encoder(all_kinds, rngs), scale=0.05)
     ids = jnp.asarray([[1] * 5 + [2] * 3, [1] * 6 + [0] * 2] * 4)
     x, cotangent = (jax.random.normal(jax.random.key(i), (8, 8, 256)) for i in range(2))
-    rules = (*sharding_rules(all_kinds), *sharding.RULES)
+    rules = (*sharding_rules(all_kinds), *partitioning.RULES)
 
     def total(params, x):
         out = nnx.merge(graphdef, params)(x, ids)
         return jnp.sum(jnp.where((ids != 0)[..., None], out, 0) * cotangent), out
 
     def run(section, devices):
-        mesh = sharding.make_mesh(section, jax.devices()[:devices])
-        places = sharding.tree_shardings({"encoder": params}, mesh, rules)["encoder"]
-        rows = sharding.batch_sharding(mesh)
+        mesh = partitioning.make_mesh(section, jax.devices()[:devices])
+        places = partitioning.tree_shardings({"encoder": params}, mesh, rules)["encoder"]
+        rows = partitioning.batch_sharding(mesh)
         with jax.set_mesh(mesh):
             given = jax.device_put(params, places), jax.device_put(x, rows)
             step = jax.jit(jax.grad(total, has_aux=True), in_shardings=(places, rows))

@@ -13,13 +13,13 @@ import pytest
 from flax import nnx
 
 from convbert_jax.config import MeshSection
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SpecialIds
 from convbert_jax.models import layers, networks
 from convbert_jax.models.mixers.convolution import SeparableConv
 from convbert_jax.ops import dispatch, gpu, tpu, xla
 from convbert_jax.recipes import tasks
-from convbert_jax.training import sharding
-from convbert_jax.training.program import make_program
+from convbert_jax.training import partitioning
+from convbert_jax.training.train_step import make_program
 from tests.models.test_encoder import LOSSES, finetuning_batch
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -97,7 +97,9 @@ def step(make_config):
         config = dataclasses.replace(config, compute_dtype="bfloat16")
         special = SpecialIds(pad=0, unknown=4, cls=1, sep=2, mask=3)
         task = tasks.build_task(config, special, jax.devices()[0])
-        program = make_program(task, config, sharding.make_mesh(MeshSection(), jax.devices()[:1]))
+        program = make_program(
+            task, config, partitioning.make_mesh(MeshSection(), jax.devices()[:1])
+        )
         rows = jax.ShapeDtypeStruct((8, 24), jnp.int32)
         batch = dict.fromkeys(("tokens", "segment_ids", "type_ids"), rows)
         return program.train_step, program.abstract, batch

@@ -20,8 +20,8 @@ from convbert_jax.models.embeddings import sinusoids
 from convbert_jax.models.encoder import FeedForward
 from convbert_jax.models.layers import initializers
 from convbert_jax.models.networks import EncoderDecoder, LanguageModel, sharding_rules
-from convbert_jax.training import sharding
-from convbert_jax.training.state import flatten
+from convbert_jax.training import partitioning
+from convbert_jax.training.partitioning import flatten_params
 from tests.refusals import refused
 
 WORDS = 20
@@ -233,10 +233,10 @@ def test_a_translator_step_by_step_is_what_it_is_as_a_whole(randomize, form):
     np.testing.assert_allclose(other[4:8], packed[4:8], atol=1e-5)
     assert np.abs(other[:4] - packed[:4]).max() > 1e-3
 
-    mesh = sharding.make_mesh(MeshSection(fsdp=2, tensor=2))
-    rules = (*sharding_rules(config), *sharding.RULES)
-    for path, leaf in flatten(params).items():
-        sharding.partition_spec(path, leaf.shape, mesh, rules)
+    mesh = partitioning.make_mesh(MeshSection(fsdp=2, tensor=2))
+    rules = (*sharding_rules(config), *partitioning.RULES)
+    for path, leaf in flatten_params(params).items():
+        partitioning.partition_spec(path, leaf.shape, mesh, rules)
 
 
 @pytest.mark.parametrize(
@@ -267,10 +267,10 @@ def test_a_language_model_step_by_step_is_what_it_is_as_a_whole(randomize, form,
     for row, by in enumerate(first):
         wanted = whole[row, begun - 1 - by : LENGTH - by]
         np.testing.assert_allclose(steps[row], wanted, atol=1e-5)
-    mesh = sharding.make_mesh(MeshSection(fsdp=2, tensor=2))
-    rules = (*sharding_rules(config), *sharding.RULES)
-    for path, leaf in flatten(params).items():
-        sharding.partition_spec(path, leaf.shape, mesh, rules)
+    mesh = partitioning.make_mesh(MeshSection(fsdp=2, tensor=2))
+    rules = (*sharding_rules(config), *partitioning.RULES)
+    for path, leaf in flatten_params(params).items():
+        partitioning.partition_spec(path, leaf.shape, mesh, rules)
 
 
 def test_every_parameter_has_a_gradient_that_remat_leaves_as_it_is(randomize):
@@ -292,15 +292,17 @@ def test_every_parameter_has_a_gradient_that_remat_leaves_as_it_is(randomize):
         return jax.grad(loss)(params)
 
     whole, again = gradients(params, "none"), gradients(params, "full")
-    for (path, leaf), other in zip(flatten(whole).items(), flatten(again).values(), strict=True):
+    for (path, leaf), other in zip(
+        flatten_params(whole).items(), flatten_params(again).values(), strict=True
+    ):
         assert np.abs(leaf).max() > 0 or path.endswith("key/bias"), path
         np.testing.assert_allclose(leaf, other, atol=2e-4)
 
 
 def test_attention_to_the_source_is_divided_by_heads():
-    rules = (*sharding_rules(translator("light")), *sharding.RULES)
-    mesh = sharding.make_mesh(MeshSection(fsdp=2, tensor=2))
-    spec = functools.partial(sharding.partition_spec, mesh=mesh, rules=rules)
+    rules = (*sharding_rules(translator("light")), *partitioning.RULES)
+    mesh = partitioning.make_mesh(MeshSection(fsdp=2, tensor=2))
+    spec = functools.partial(partitioning.partition_spec, mesh=mesh, rules=rules)
     into = spec("decoder/stages/0/source/query/kernel", (1, 256, 256))
     out = spec("decoder/stages/0/source/output/kernel", (1, 256, 256))
     assert into == jax.P(None, "fsdp", "tensor")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from convbert_jax.config import Config
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SpecialIds
 from convbert_jax.objectives import masked_lm, metrics, replaced_token
 
 CLS, SEP, MASK, VOCABULARY, LENGTH, SLOTS = 2, 3, 4, 20, 12, 8

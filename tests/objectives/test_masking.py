@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from configs import small
 from convbert_jax.config import ObjectiveSection, from_config_dict
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SpecialIds
 from convbert_jax.objectives import masking
 
 SENTINEL = 6

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convbert_jax.interfaces.batch import SequenceBatch
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SequenceBatch, SpecialIds
 from convbert_jax.objectives.span_corruption import SpanCounts, corrupt
 from tests.batches import check_batch
 from tests.refusals import refused

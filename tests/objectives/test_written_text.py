@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.data.layouts import PackedRows
-from convbert_jax.interfaces.batch import LanguageBatch
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import LanguageBatch, SpecialIds
 from convbert_jax.objectives.next_tokens import shift
 from convbert_jax.objectives.written_text import count_words, heldout, judge
 from tests.batches import check_batch

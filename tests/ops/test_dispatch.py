@@ -9,7 +9,7 @@ from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
 from convbert_jax.ops import attention, convolution, dispatch, partitioning
 from convbert_jax.ops.dispatch import Implementation
 from convbert_jax.ops.partitioning import BATCH, HEADS, REPLICATED, ROWS, SEQUENCE
-from convbert_jax.training import sharding
+from convbert_jax.training import partitioning as partitioning_lib
 from tests.ops.definitions import make_mesh
 from tests.refusals import refused
 
@@ -143,8 +143,8 @@ def test_an_axis_that_kernels_do_not_know_is_an_error(size):
 
 
 def test_the_axes_are_those_of_training():
-    assert BATCH == sharding.BATCH_AXES
-    assert (*BATCH, HEADS, SEQUENCE) == sharding.AXES
+    assert BATCH == partitioning_lib.BATCH_AXES
+    assert (*BATCH, HEADS, SEQUENCE) == partitioning_lib.AXES
 
 
 def test_whole_channels_between_products_on_a_mesh():

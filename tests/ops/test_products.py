@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.machine import processor
+from convbert_jax import machine
 from convbert_jax.ops import dispatch, partitioning, products
 from convbert_jax.ops.embedding import attend, embedding_lookup
 from convbert_jax.ops.products import dense, einsum, fused_dense, grouped_dense
@@ -141,7 +141,7 @@ def test_a_cpu_multiplies_bfloat16_where_it_has_a_matrix_unit(
     """Only unbatched matmuls: XLA:CPU does not support other bfloat16 matmuls."""
     if jax.default_backend() != "cpu":
         pytest.skip("of CPUs alone")
-    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: unit)
+    monkeypatch.setattr(machine, "multiplies_bfloat16", lambda: unit)
     shapes = {"a": 5, "b": 2, "i": 4, "o": 3}
     operands = equation.split("->")[0].split(",")
     x, y = (jnp.ones([shapes[a] for a in axes], jnp.bfloat16) for axes in operands)
@@ -164,7 +164,7 @@ def test_a_cpu_multiplies_bfloat16_where_it_has_a_matrix_unit(
 @pytest.mark.parametrize("rows", [7, 300])
 def test_products_of_a_matrix_unit_add_up_in_float32(rows):
     """Checks the forward pass, and gradients with and without transposition, against float64."""
-    if jax.default_backend() != "cpu" or not processor.multiplies_bfloat16():
+    if jax.default_backend() != "cpu" or not machine.multiplies_bfloat16():
         pytest.skip("needs a CPU with a matrix unit for bfloat16 (AMX)")
     keys = jax.random.split(jax.random.key(0), 3)
     for width in (40, 600):

@@ -20,7 +20,7 @@ from convbert_jax.finetuning.fitting import Programs, widen_head
 from convbert_jax.finetuning.run_files import Setting
 from convbert_jax.finetuning.task import FinetuneTask
 from convbert_jax.objectives import classification as labelled_objective
-from convbert_jax.training import sharding
+from convbert_jax.training import partitioning
 from tests.parity.pytorch_weights import read
 from tests.parity.test_huggingface import build_theirs
 
@@ -203,7 +203,7 @@ def test_three_steps(case):
         name=case, outputs=outputs, width=width, losses=losses, predict=None, constants=constants,
         epochs=1.0, train=None, evaluation={}, evaluators={}, write=None,
     )  # fmt: skip
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    mesh = partitioning.make_mesh(config.mesh, jax.devices()[:1])
     programs = Programs(config, np.dtype(np.float32), mesh)
     rng = np.random.default_rng(1)
     shapes = jax.tree.map(

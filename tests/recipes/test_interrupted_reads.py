@@ -16,8 +16,8 @@ from absl.testing import flagsaver
 import convbert_jax
 from convbert_jax import command_line, console, interrupts, main
 from convbert_jax.config import to_dict
-from convbert_jax.files import write_json
-from convbert_jax.training.checkpoints import reading
+from convbert_jax.storage import write_json
+from convbert_jax.training import checkpoints
 from convbert_jax.workdir import Workdir, list_steps
 from tests.conftest import REPOSITORY
 from tests.launch.hearing import hear
@@ -119,7 +119,7 @@ def test_no_signal_is_lost(folders, command, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(console, "set_up_logging", lambda: None)
     # set_up_logging would affect other tests; _exit_without_saving would end them.
     monkeypatch.setattr(interrupts, "_exit_without_saving", lambda number: None)
-    read, calls, lost = reading._read, None, []
+    read, calls, lost = checkpoints._read, None, []
     for attempt in range(math.ceil(SIGNALS / len(COMMANDS)) + 1):
         places = folders | {"new": tmp_path / f"new-{attempt}"}
         if command == "resume":
@@ -127,7 +127,7 @@ def test_no_signal_is_lost(folders, command, tmp_path, monkeypatch, caplog):
         moment = calls and 1 + calls * (attempt - 1) // math.ceil(SIGNALS / len(COMMANDS))
         number, code = ANSWERS[attempt % 2]
         attack = Attack(read, number, moment)
-        monkeypatch.setattr(reading, "_read", attack)
+        monkeypatch.setattr(checkpoints, "_read", attack)
         found = run(command, places)
         calls = calls or attack.calls
         if found != code:
@@ -142,14 +142,14 @@ def test_no_signal_is_lost(folders, command, tmp_path, monkeypatch, caplog):
 PROCESS = """
 import sys
 from convbert_jax import main
-from convbert_jax.training.checkpoints import reading
-read = reading._read
+from convbert_jax.training import checkpoints
+read = checkpoints._read
 
 def tell(*arguments):
     print("reading", flush=True)
     return read(*arguments)
 
-reading._read = tell
+checkpoints._read = tell
 sys.argv[1:] = {words}
 main.start()
 """

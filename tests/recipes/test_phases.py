@@ -14,16 +14,15 @@ from flax import nnx
 from convbert_jax import recipes
 from convbert_jax.analysis.verify_resume import compare
 from convbert_jax.config import ConfigError, MeshSection
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SpecialIds
 from convbert_jax.interop.networks import split
 from convbert_jax.models import build
 from convbert_jax.models.networks import MODELS
 from convbert_jax.objectives import masked_lm, replaced_token
 from convbert_jax.recipes import tasks
-from convbert_jax.training import loop
-from convbert_jax.training.checkpoints.reading import load_arrays
-from convbert_jax.training.environment import devices
-from convbert_jax.training.program import make_program
+from convbert_jax.training import environment, loop
+from convbert_jax.training.checkpoints import load_arrays
+from convbert_jax.training.train_step import make_program
 from convbert_jax.workdir import Workdir
 from tests.refusals import refused
 from tests.runs import make_config
@@ -189,7 +188,7 @@ def test_resuming_across_the_change_is_exact(finished, tmp_path):
 
 
 def test_it_resumes_on_a_mesh(finished, tmp_path, monkeypatch):
-    monkeypatch.setattr(devices, "find_devices", lambda _: jax.devices()[:4])
+    monkeypatch.setattr(environment, "find_devices", lambda _: jax.devices()[:4])
     mesh = MeshSection(data=1, fsdp=2, tensor=2)
     again = resume_from_step_1(finished, tmp_path / "run", mesh=mesh)
     np.testing.assert_allclose(losses_of(again), losses_of(finished[1]), rtol=2e-4)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from convbert_jax.analysis import plans, tpu_plan
 from convbert_jax.analysis.tpu_devices import open_topology
 from convbert_jax.recipes import plan_search, planning
-from convbert_jax.training import sharding
+from convbert_jax.training import partitioning
 from tests.analysis.test_plan import make_plan, make_step
 from tests.running import needs_libtpu
 from tests.runs import make_config
@@ -18,7 +18,7 @@ CAPACITY = 15.75  # GiB per v5e chip
 
 
 def axes_of(**sizes) -> dict[str, int]:
-    return dict.fromkeys(sharding.AXES, 1) | sizes
+    return dict.fromkeys(partitioning.AXES, 1) | sizes
 
 
 def gib(*numbers: float) -> list[int]:
@@ -148,7 +148,7 @@ def test_a_batch_that_does_not_fit_leads_to_one_that_does():
 
 def test_other_meshes_keep_what_a_run_needs():
     def sizes(*axes):
-        found = plan_search.other_meshes(dict(zip(sharding.AXES, axes, strict=True)))
+        found = plan_search.other_meshes(dict(zip(partitioning.AXES, axes, strict=True)))
         return [dataclasses.astuple(mesh) for mesh in found]
 
     assert sizes(16, 1, 1, 1) == [
@@ -162,9 +162,9 @@ def test_what_is_computed_again_is_compared_on_the_best_mesh():
 
     def fake(config):
         m = config.mesh
-        axes = dict(zip(sharding.AXES, dataclasses.astuple(m), strict=True))
+        axes = dict(zip(partitioning.AXES, dataclasses.astuple(m), strict=True))
         if m.tensor > 1:
-            raise sharding.ShardingError("it does not divide the heads")
+            raise partitioning.ShardingError("it does not divide the heads")
         fits = m.fsdp > 1
         memory = tpu_plan.Memory(0, 0, 0, 90, 0, 100)
         step = make_step(memory=memory) if fits else tpu_plan.Shortage(200, 100, 0, 0)

@@ -14,7 +14,7 @@ from convbert_jax.analysis.tpu_devices import CHIPS, open_topology
 from convbert_jax.config import ConfigError, MeshSection
 from convbert_jax.interop.networks import abstract_params
 from convbert_jax.recipes import plan_search, planning
-from convbert_jax.training import sharding, state
+from convbert_jax.training import partitioning
 from tests.refusals import refused
 from tests.running import needs_libtpu
 from tests.runs import make_config
@@ -30,7 +30,7 @@ ON_TPU = {
 
 def test_gpus_are_counted(tmp_path):
     config = make_config(model__hidden_size=128, model__embedding_size=128, train__batch_size=64)
-    whole = 4 * state.count(abstract_params(config))
+    whole = 4 * partitioning.count_params(abstract_params(config))
 
     def count(**changed):
         changed = dataclasses.replace(config, **changed)
@@ -51,7 +51,7 @@ def test_gpus_are_counted(tmp_path):
 
 
 def test_a_batch_that_gpus_do_not_divide_is_refused(tmp_path):
-    with refused(sharding.ShardingError, 3):
+    with refused(partitioning.ShardingError, 3):
         recipes.plan(make_config(), tmp_path, topology="gpu:h100x3")
 
 
@@ -177,7 +177,7 @@ def test_a_slice_is_compiled_for(tmp_path):
     numbers = json.loads(file.read_text())
     assert numbers == json.loads(json.dumps(result.numbers))
     assert result.fits
-    whole = 4 * state.count(abstract_params(config))
+    whole = 4 * partitioning.count_params(abstract_params(config))
     memory = numbers["memory"]
     assert memory["parameters"] == whole
     assert memory["optimizer"] == pytest.approx(2 * whole, abs=64)
@@ -241,7 +241,7 @@ def test_every_kind_of_chip_is_planned_for(kind, tmp_path, capfd):
     devices = math.prod(numbers["mesh"].values())
     assert devices == (8 if kind == "tpu7x" else 4)
     # The gradient is summed over all devices, including both cores of a chip.
-    least = 2 * (devices - 1) / devices * 4 * state.count(abstract_params(config))
+    least = 2 * (devices - 1) / devices * 4 * partitioning.count_params(abstract_params(config))
     reduced = [c for c in numbers["collectives"] if c["kind"] == "all-reduce"]
     assert {c["axes"] for c in reduced} == {"data"}
     assert least <= sum(c["sent_bytes"] for c in reduced) < 1.05 * least
@@ -272,6 +272,6 @@ def test_a_slice_that_does_not_exist_is_refused(tmp_path):
     with refused(ConfigError, "v5e", "3x7"):
         open_topology("v5e:3x7")
     config = dataclasses.replace(make_config(), mesh=MeshSection(data=3))
-    with refused(sharding.ShardingError, 4):
+    with refused(partitioning.ShardingError, 4):
         recipes.plan(config, tmp_path, topology="v5e:2x2")
     assert len(open_topology("v5e:2x2").devices) == 4

@@ -31,8 +31,7 @@ from convbert_jax.config.mixers import MIXERS
 from convbert_jax.interop import conversion, sources
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import ConversionError, outline
-from convbert_jax.training import optimizer, sharding
-from convbert_jax.training.environment import devices
+from convbert_jax.training import environment, optimizer, partitioning
 from convbert_jax.workdir import Workdir
 from tests.models.mean_mixer import NAME as MEAN
 from tests.refusals import refused
@@ -118,7 +117,7 @@ def test_resuming_is_exact_with_the_same_stages_and_optimizer_only(trained, conf
     again = recipes.pretrain(config, copy_of_step_2(trained, tmp_path / "run"))
     assert again.step == trained.step == 4
     first, second = (
-        sources.checkpoint_reading.load_arrays(Workdir(run.folder).checkpoints)[1]
+        sources.checkpoints.load_arrays(Workdir(run.folder).checkpoints)[1]
         for run in (trained, again)
     )
     assert any("trace" in name for name in first)  # momentum
@@ -134,8 +133,8 @@ def test_resuming_is_exact_with_the_same_stages_and_optimizer_only(trained, conf
 
 
 def test_it_resumes_on_a_mesh(trained, config, tmp_path, monkeypatch):
-    monkeypatch.setattr(sharding, "_SMALL", 2**10)  # real models shard only larger parameters
-    monkeypatch.setattr(devices, "find_devices", lambda _: jax.devices())
+    monkeypatch.setattr(partitioning, "_SMALL", 2**10)  # real models shard only larger parameters
+    monkeypatch.setattr(environment, "find_devices", lambda _: jax.devices())
     mesh = MeshSection(data=2, fsdp=2, tensor=2)
     divided = dataclasses.replace(config, mesh=mesh)
     again = recipes.pretrain(divided, copy_of_step_2(trained, tmp_path / "run"))
@@ -194,7 +193,7 @@ def test_a_factory_of_optax_is_the_optimizer_of_that_name():
     plugins.allow(["optax:adamw"])
     ours = optimizer.make_optimizer(OptimizerSection(**same), 10)
     theirs = optimizer.make_optimizer(OptimizerSection(method="optax:adamw", **same), 10)
-    told = optimizer.make_told_optimizer(OptimizerSection(method="optax:adamw", **same), 1.0)
+    told = optimizer.make_injected_lr_optimizer(OptimizerSection(method="optax:adamw", **same), 1.0)
     schedule = optimizer.make_schedule(OptimizerSection(**same), 10)
     rng = np.random.default_rng(0)
     params = {

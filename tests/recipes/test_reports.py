@@ -18,7 +18,7 @@ from absl.testing import flagsaver
 from hypothesis import given, strategies
 
 import convbert_jax
-from convbert_jax import command_line, drawing, files
+from convbert_jax import command_line, drawing, storage
 from convbert_jax.analysis import pretraining_report
 from convbert_jax.analysis.pretraining_report import Cloze, Number, Subword, Suspects
 from convbert_jax.analysis.text_scores import Scores
@@ -32,8 +32,8 @@ from convbert_jax.recipes.reports import page
 from convbert_jax.recipes.reports import pretraining as pretraining_reports
 from convbert_jax.recipes.reports.pretraining import PretrainingReport
 from convbert_jax.recipes.scoring import Set
-from convbert_jax.training import sharding
-from convbert_jax.training.reports.reporting import HealthWatch
+from convbert_jax.training import partitioning
+from convbert_jax.training.metrics_writer import HealthWatch
 from convbert_jax.workdir import Workdir
 from tests import html
 from tests.html import Page
@@ -248,7 +248,7 @@ def test_numbers_are_of_the_last_evaluation(evaluated, tmp_path, monkeypatch):
     monkeypatch.setattr(pretraining.scoring, "score_sets", lambda *_, **options: ((1,), ""))
     monkeypatch.setattr(pretraining.evaluation, "write_numbers", lambda *given: kept.append(given))
     data = types.SimpleNamespace(corpus=None, tokenizers=None, pairs=None)
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    mesh = partitioning.make_mesh(config.mesh, jax.devices()[:1])
     report = pretraining._report(config, Workdir(tmp_path), data, result, metrics, mesh)
     assert [written[2] for written in kept] == [values if evaluated == 4 else {}]
     text = pretraining_reports.describe(dataclasses.replace(report, written=()), has_page=False)
@@ -296,7 +296,7 @@ def test_next_commands_are_valid(name, tmp_path):
     config = convbert_jax.load_config(name)
     workdir = Workdir(tmp_path / "a run")
     workdir.path.mkdir()
-    files.write_json(workdir.config, to_dict(config))
+    storage.write_json(workdir.config, to_dict(config))
     typed = [c for _, c in page.after_pretraining(config, workdir, config.train.steps)]
     for command in typed:
         read(command)
@@ -313,7 +313,7 @@ def test_a_run_on_other_text_has_its_own_data(name, tmp_path):
     old = {f"{section}.source": "text:a", f"{section}.validation_source": "text:b"}
     config = convbert_jax.load_config(name, **old, **{"data.directory": "shards"})
     workdir = Workdir(tmp_path)
-    files.write_json(workdir.config, to_dict(config))
+    storage.write_json(workdir.config, to_dict(config))
     typed = [command for _, command in page.after_pretraining(config, workdir, 40)]
     other = read(next(command for command in typed if "runs/mine" in command)).config
     assert other.data.directory == getattr(other, section).validation_source == ""

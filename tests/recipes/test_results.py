@@ -21,9 +21,8 @@ from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import abstract_params
 from convbert_jax.recipes import prediction, prepared, pretraining
 from convbert_jax.recipes.reports import pretraining as reports
-from convbert_jax.training.environment import devices, signals
-from convbert_jax.training.evaluation import EvaluationError
-from convbert_jax.training.rollback import LossGuard, TrainingError
+from convbert_jax.training import environment, signals
+from convbert_jax.training.loop import EvaluationError, LossGuard, TrainingError
 from convbert_jax.workdir import Workdir
 from tests.html import Page
 from tests.refusals import refused
@@ -70,7 +69,7 @@ def test_a_finished_run_returns_its_results_again(
     pretrained, pretraining_config, finetuned, finetuning_config, tmp_path, capsys, caplog
 ):
     """Nothing is printed, JAX's settings are unchanged, and one log line describes the run."""
-    device = devices.describe_devices(jax.devices()[:1])
+    device = environment.describe_devices(jax.devices()[:1])
     before = dict(jax.config.values)
     named = replace(pretraining_config, {"train.compile_cache": "/x"})
     found = []

@@ -17,11 +17,10 @@ from convbert_jax.interop import sources
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import ConversionError
 from convbert_jax.recipes import prepared, start
-from convbert_jax.training import sharding
-from convbert_jax.training.checkpoints.reading import load_arrays
-from convbert_jax.training.environment import devices
-from convbert_jax.training.reports.reporting import read_metrics
-from convbert_jax.training.state import flatten
+from convbert_jax.training import environment, partitioning
+from convbert_jax.training.checkpoints import load_arrays
+from convbert_jax.training.metrics_writer import read_metrics
+from convbert_jax.training.partitioning import flatten_params
 from convbert_jax.workdir import Workdir
 from tests.data.parallel.conftest import make_pairs, write_files
 from tests.html import Page
@@ -120,7 +119,7 @@ def test_words_of_a_language_model_are_those_of_its_text(run):
     config, result = run("causal_lm")
     data = prepared.open_data(config, Workdir(result.folder))
     tokenizer, words, tokens = data.tokenizer, 0, 0
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    mesh = partitioning.make_mesh(config.mesh, jax.devices()[:1])
     for batch in data.heldout(mesh)():
         for row, ids in zip(batch["tokens"], batch["segment_ids"], strict=True):
             for document in range(1, ids.max() + 1):
@@ -282,7 +281,7 @@ def test_a_run_knows_shapes_and_tokens_of_its_batches(run):
     """Tokens per second count both texts of a batch, including padding."""
     config, result = run("translation")
     data = prepared.open_data(config, Workdir(result.folder))
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    mesh = partitioning.make_mesh(config.mesh, jax.devices()[:1])
     batches = data.training(mesh)
     epoch = [next(batches) for _ in range(batches._plan.batches)]
     shapes = {batch["source"].shape for batch in epoch}
@@ -293,16 +292,16 @@ def test_a_run_knows_shapes_and_tokens_of_its_batches(run):
     sizes = [b["source"].size + b["tokens"].size for b in epoch]
     assert effort.tokens == round(np.mean(sizes))
     _, params = sources.read_params(Workdir(result.folder), config)
-    assert flatten(params).keys() >= {"target/word/embedding"}
+    assert flatten_params(params).keys() >= {"target/word/embedding"}
 
 
 def test_a_batch_that_does_not_split_is_refused_before_anything(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(devices, "find_devices", lambda config: jax.devices())
+    monkeypatch.setattr(environment, "find_devices", lambda config: jax.devices())
     config = make("causal_lm", train__batch_size=12)
-    with refused(sharding.ShardingError, "config.train.batch_size", 12):
+    with refused(partitioning.ShardingError, "config.train.batch_size", 12):
         recipes.pretrain(config, tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
-    mesh = sharding.make_mesh(config.mesh, jax.devices())
+    mesh = partitioning.make_mesh(config.mesh, jax.devices())
     # Translation fits its batches to the devices.
     prepared.check_batches(dataclasses.replace(config, recipe="translation"), mesh)
 
@@ -310,7 +309,7 @@ def test_a_batch_that_does_not_split_is_refused_before_anything(make, tmp_path, 
 def test_spans_whose_lengths_do_not_split_are_refused(make):
     config = make("span_corruption", data__length=64, train__batch_size=16)
     axes = dataclasses.replace(config.mesh, sequence=2)
-    prepared.check_batches(config, sharding.make_mesh(axes, jax.devices()))
-    mesh = sharding.make_mesh(dataclasses.replace(axes, sequence=4), jax.devices())
-    with refused(sharding.ShardingError, "config.data.length", 64, 58):
+    prepared.check_batches(config, partitioning.make_mesh(axes, jax.devices()))
+    mesh = partitioning.make_mesh(dataclasses.replace(axes, sequence=4), jax.devices())
+    with refused(partitioning.ShardingError, "config.data.length", 64, 58):
         prepared.check_batches(config, mesh)

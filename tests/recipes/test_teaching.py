@@ -16,7 +16,7 @@ from convbert_jax.analysis import pretraining_report
 from convbert_jax.analysis.verify_resume import compare
 from convbert_jax.config import ConfigError, UserError, to_dict
 from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SpecialIds
 from convbert_jax.interop import conversion
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import split
@@ -24,11 +24,10 @@ from convbert_jax.interop.sources import read_source
 from convbert_jax.recipes import prepared, tasks, teaching
 from convbert_jax.recipes import start as starting
 from convbert_jax.recipes.teaching import TeacherError
-from convbert_jax.training import sharding, state
-from convbert_jax.training.checkpoints.reading import load_arrays
-from convbert_jax.training.checkpoints.saving import Checkpoints
+from convbert_jax.training import partitioning, train_step
+from convbert_jax.training.checkpoints import Checkpoints, load_arrays
 from convbert_jax.training.optimizer import make_optimizer
-from convbert_jax.training.program import make_program
+from convbert_jax.training.train_step import make_program
 from convbert_jax.workdir import Workdir
 from tests.interop.conftest import random_params
 from tests.refusals import refused
@@ -75,7 +74,7 @@ def teachers(shared, tmp_path_factory) -> dict:
             with contextlib.closing(Checkpoints(workdir.checkpoints, config.checkpoint)) as kept:
                 for step in (2, 4):
                     params = jax.tree.map(jnp.asarray, random_params(config, seed=step))
-                    made = state.create(params, make_optimizer(config.optimizer, 4))
+                    made = train_step.create_state(params, make_optimizer(config.optimizer, 4))
                     kept.save(dataclasses.replace(made, step=jnp.int32(step)), {})
     return folders
 
@@ -236,7 +235,7 @@ def learn(asked, folder, steps):
     config, _ = starting.read_start(asked, Workdir(folder))
     teacher = teaching.open_teacher(config)
     devices = jax.devices()[:1]
-    mesh = sharding.make_mesh(config.mesh, devices)
+    mesh = partitioning.make_mesh(config.mesh, devices)
     special = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
     task = tasks.build_task(config, special, devices[0], teacher)
     tokens = np.random.default_rng(0).integers(5, 200, (8, 32)).astype(np.int32)
@@ -245,7 +244,7 @@ def learn(asked, folder, steps):
     losses = []
     with jax.set_mesh(mesh):
         program = make_program(task, config, mesh)
-        given = sharding.put_params(task.frozen, program.given_places[0])
+        given = partitioning.put_params(task.frozen, program.extra_shardings[0])
         state = program.init(jax.random.key(0))
         for _ in range(steps):
             state, _, vitals = program.train_step(state, program.put_batch(batch), given)

@@ -18,11 +18,11 @@ from convbert_jax.config import Config, UserError, to_dict
 from convbert_jax.data import parallel_text
 from convbert_jax.data.parallel_text import read_heldout, read_whole
 from convbert_jax.data.shards import ShardReader, records_to_pairs
-from convbert_jax.files import write_json
 from convbert_jax.inference import generation, stream
 from convbert_jax.interop import conversion, importing, sources
 from convbert_jax.interop.matching import replace
 from convbert_jax.recipes import scoring
+from convbert_jax.storage import write_json
 from convbert_jax.workdir import Workdir
 from tests.html import Page
 from tests.refusals import refused

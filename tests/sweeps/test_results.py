@@ -8,8 +8,8 @@ import pytest
 
 from convbert_jax.analysis import flops, text_scores
 from convbert_jax.config import to_dict
-from convbert_jax.files import DamagedFileError
 from convbert_jax.finetuning.run_files import RunResult, Setting, append_result
+from convbert_jax.storage import DamagedFileError
 from convbert_jax.sweeps import Search, Sweep, SweepError, Task, Variant, results
 from convbert_jax.sweeps.runs import expand
 from convbert_jax.sweeps.table import FAILED, FINISHED, Record

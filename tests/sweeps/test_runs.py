@@ -7,8 +7,8 @@ import pytest
 
 from convbert_jax import config_files
 from convbert_jax.config import Config, to_dict
-from convbert_jax.files import DamagedFileError
 from convbert_jax.interop import matching
+from convbert_jax.storage import DamagedFileError
 from convbert_jax.sweeps import Search, Sweep, SweepError, Task, Variant
 from convbert_jax.sweeps.runs import check_files, check_unchanged, expand
 from convbert_jax.sweeps.table import FINISHED, STARTED, Record

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from convbert_jax.sweeps import cli
-from convbert_jax.training.checkpoints.reading import load_arrays
+from convbert_jax.training.checkpoints import load_arrays
 from convbert_jax.workdir import Workdir
 from tests import compiling
 

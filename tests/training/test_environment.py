@@ -17,9 +17,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from convbert_jax.config import Config, ConfigError
-from convbert_jax.training import distributed
-from convbert_jax.training.environment import compilation, devices, watchdog
-from convbert_jax.training.environment.signals import StopSignals
+from convbert_jax.training import distributed, signals
+from convbert_jax.training import environment as environment_lib
+from convbert_jax.training.signals import StopSignals
 from tests.conftest import REPOSITORY
 from tests.refusals import refused
 
@@ -62,14 +62,14 @@ def test_a_trace_with_a_libtpu_of_another_jax_is_refused(libtpu, platforms):
     for names in (None, "", "tpu,cpu"):
         platforms(names)
         with refused(ConfigError, "0.0.1", field="config.train.profile_start", value=2):
-            devices.check_devices(config, jax.devices("cpu")[0])
-        devices.check_devices(Config(), jax.devices("cpu")[0])
+            environment_lib.check_devices(config, jax.devices("cpu")[0])
+        environment_lib.check_devices(Config(), jax.devices("cpu")[0])
     (asked,) = (r for r in importlib.metadata.requires("jax") if r.startswith("libtpu"))
     fitting = asked.partition(";")[0].partition("==")[2].replace("*", "0").strip()
     for names, version in (("cpu", "0.0.1"), (None, None), (None, fitting), ("cuda,cpu", "9")):
         libtpu(version)
         platforms(names)
-        devices.check_devices(config, jax.devices("cpu")[0])
+        environment_lib.check_devices(config, jax.devices("cpu")[0])
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_a_trace_with_a_libtpu_of_another_jax_is_refused(libtpu, platforms):
 def test_an_unused_matrix_unit_is_named(dtype, unit, advised, caplog, monkeypatch):
     if jax.default_backend() != "cpu":
         pytest.skip("only CPUs")
-    monkeypatch.setattr(devices.processor, "multiplies_bfloat16", lambda: unit)
+    monkeypatch.setattr(environment_lib.machine, "multiplies_bfloat16", lambda: unit)
     with caplog.at_level("INFO"):
         config = dataclasses.replace(Config(), compute_dtype=dtype)
-        devices.advise_dtype(config, devices.find_devices(config)[0])
+        environment_lib.advise_dtype(config, environment_lib.find_devices(config)[0])
     assert ("--config.compute_dtype=bfloat16" in caplog.text) == advised
 
 
@@ -98,7 +98,7 @@ def no_cache(monkeypatch):
     )
     before = {name: getattr(jax.config, name) for name in settings}
     jax.config.update("jax_compilation_cache_dir", None)
-    monkeypatch.setattr(compilation, "_folder", None, raising=False)
+    monkeypatch.setattr(environment_lib, "_folder", None, raising=False)
     compilation_cache.reset_cache()
     yield
     for name, value in before.items():
@@ -109,7 +109,7 @@ def no_cache(monkeypatch):
 def compile_one(number) -> list[int] | None:
     """Compiles a distinct program per number; returns [cache hits, compilations] or None."""
     jax.jit(lambda x: x * number + 1).lower(1.0).compile()
-    described = compilation.describe_compile_cache()
+    described = environment_lib.describe_compile_cache()
     if described == "compile cache off":
         return None
     counts = described.rpartition(": ")[2]
@@ -119,12 +119,12 @@ def compile_one(number) -> list[int] | None:
 def test_each_run_counts_its_own_programs_in_its_own_folder(no_cache, tmp_path):
     assert compile_one(5) is None  # JAX has already looked for a folder without success
     for name, expected in (("one", [0, 1]), ("one", [1, 0]), ("one", [1, 0]), ("two", [0, 1])):
-        compilation.enable_compile_cache(str(tmp_path / name))
+        environment_lib.enable_compile_cache(str(tmp_path / name))
         assert compile_one(3) == expected
-        assert str(tmp_path / name) in compilation.describe_compile_cache()
+        assert str(tmp_path / name) in environment_lib.describe_compile_cache()
         assert list((tmp_path / name).iterdir())
     before = sorted(tmp_path.rglob("*"))
-    compilation.enable_compile_cache("")
+    environment_lib.enable_compile_cache("")
     assert compile_one(7) is None
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -132,7 +132,7 @@ def test_each_run_counts_its_own_programs_in_its_own_folder(no_cache, tmp_path):
 def test_a_folder_that_cannot_be_made_is_reported_once(no_cache, tmp_path, caplog):
     """JAX would warn for every program and log an unusable folder."""
     (tmp_path / "file").touch()
-    compilation.enable_compile_cache(str(tmp_path / "file" / "cache"))
+    environment_lib.enable_compile_cache(str(tmp_path / "file" / "cache"))
     with warnings.catch_warnings(action="error"):
         assert compile_one(13) is compile_one(15) is None
     (record,) = caplog.records
@@ -143,15 +143,15 @@ def test_a_folder_from_the_environment_goes_first(no_cache, tmp_path):
     theirs = str(tmp_path / "theirs")
     jax.config.update("jax_compilation_cache_dir", theirs)
     for path in (str(tmp_path / "ours"), ""):
-        compilation.enable_compile_cache(path)
+        environment_lib.enable_compile_cache(path)
         compile_one(9)
-        assert theirs in compilation.describe_compile_cache()
+        assert theirs in environment_lib.describe_compile_cache()
     assert not (tmp_path / "ours").exists()
 
 
 def test_more_versions_than_shapes_are_reported(caplog):
     step = jax.jit(lambda x: x + 1)
-    watch = compilation.RecompileWatch(step, "training step", shapes=2)
+    watch = environment_lib.RecompileWatch(step, "training step", shapes=2)
     for length in (1, 2, 2):
         step(jnp.ones(length))
         watch.check(step=10)
@@ -168,7 +168,7 @@ def test_more_versions_than_shapes_are_reported(caplog):
 FOLDS = """
 import sys
 import jax, jax.numpy as jnp
-from convbert_jax.training.environment import compilation
+from convbert_jax.training import environment
 
 def compile(side):
     def sums():
@@ -176,7 +176,7 @@ def compile(side):
         return jax.lax.reduce_window(ones, 0.0, jax.lax.add, (9, 9), (1, 1), "SAME")
     jax.jit(sums).lower().compile()
 
-with compilation.compiling("Compiling"):
+with environment.compiling("Compiling"):
     compile(220)
 print("after", file=sys.stderr, flush=True)
 compile(221)
@@ -285,7 +285,7 @@ def ended(monkeypatch):
 
 def test_the_first_batch_of_its_shapes_may_take_longer(ended):
     """New shapes are compiled, for example another pair length or another task's bucket."""
-    seen, watched = [], watchdog.Watchdog(0.5)
+    seen, watched = [], signals.Watchdog(0.5)
 
     def program(factor, batch):
         if batch["token_ids"].shape not in seen:
@@ -308,16 +308,16 @@ def test_the_first_batch_of_its_shapes_may_take_longer(ended):
 
 def test_a_first_step_may_take_longer_and_not_forever(ended, monkeypatch):
     """Compilation is slow, but restoring or waiting for other processes can hang."""
-    with watchdog.Watchdog(0.1).watching():
+    with signals.Watchdog(0.1).watching():
         assert not ended.wait(0.5)
-    monkeypatch.setattr(watchdog, "_FIRST", 0.2)
-    with watchdog.Watchdog(0.1).watching():
+    monkeypatch.setattr(signals, "_FIRST", 0.2)
+    with signals.Watchdog(0.1).watching():
         assert ended.wait(10)
 
 
 HANGS = """
 import time
-from convbert_jax.training.environment.watchdog import Watchdog
+from convbert_jax.training.signals import Watchdog
 watchdog = Watchdog(3.0)
 with watchdog.watching():
     for _ in range(4):

@@ -17,15 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax import progress
+from convbert_jax import console
 from convbert_jax.config import TrainSection
-from convbert_jax.training import evaluation, loop, memory
-from convbert_jax.training.checkpoints import reading as checkpoint_reading
-from convbert_jax.training.checkpoints import saving as checkpoint
-from convbert_jax.training.environment.watchdog import Watchdog
-from convbert_jax.training.evaluation import EvaluationError
-from convbert_jax.training.reports import reporting, timing
-from convbert_jax.training.reports.timing import Profiler
+from convbert_jax.training import checkpoints, loop, memory, metrics_writer, timing
+from convbert_jax.training.loop import EvaluationError
+from convbert_jax.training.signals import Watchdog
+from convbert_jax.training.timing import Profiler
 from tests.refusals import refused
 from tests.training.tiny_run import EVALUATOR, Rows, linear_task, make_config, make_rows, run
 
@@ -75,7 +72,7 @@ def read_curves(workdir):
 
 
 def assert_same_checkpoint(first, second, step):
-    a, b = (checkpoint_reading.load_arrays(w / "checkpoints", step)[1] for w in (first, second))
+    a, b = (checkpoints.load_arrays(w / "checkpoints", step)[1] for w in (first, second))
     assert a.keys() == b.keys()
     assert [name for name in a if a[name].tobytes() != b[name].tobytes()] == []
 
@@ -91,7 +88,7 @@ def straight(tmp_path_factory):
     logger.setLevel("INFO")
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(progress, "LOG_EVERY", 0.001)
+            patch.setattr(console, "LOG_EVERY", 0.001)
             result = run(workdir, make_config(STEPS))
     finally:
         logger.removeHandler(handler)
@@ -114,7 +111,7 @@ def test_a_whole_run(straight):
     assert result.evaluation["error"] == curves["validation", 12]["error"]
     assert result.train["error"] == curves["train", 12]["error"]
     assert result.evaluation["error"] < curves["validation", 4]["error"]
-    assert checkpoint.list_steps(workdir / "checkpoints") == [4, 8, 12]
+    assert checkpoints.list_steps(workdir / "checkpoints") == [4, 8, 12]
     assert any(workdir.glob("events.out.tfevents.*"))
     line = read_lines(workdir)[-2]
     assert line["tokens"] == 12 * 64
@@ -179,7 +176,7 @@ def test_an_interrupted_and_resumed_run_is_the_same_run(straight, tmp_path, stop
     assert handlers == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
     assert first.stopped_by == number.name
     assert first.step == stop_at
-    assert checkpoint.list_steps(tmp_path / "checkpoints")[-1] == stop_at
+    assert checkpoints.list_steps(tmp_path / "checkpoints")[-1] == stop_at
     second = run(tmp_path, make_config(STEPS))
     assert not second.interrupted
     assert_same_checkpoint(straight[0], tmp_path, STEPS)
@@ -235,7 +232,7 @@ def test_a_finished_run_is_left_alone(straight, copy):
 def test_no_readable_checkpoint_is_an_error_not_a_new_start(copy):
     for folder in (copy / "checkpoints").iterdir():
         (folder / "params" / "_METADATA").unlink()
-    with refused(checkpoint.CheckpointError, 3, path=copy / "checkpoints"):
+    with refused(checkpoints.CheckpointError, 3, path=copy / "checkpoints"):
         run(copy, make_config(STEPS))
 
 
@@ -258,7 +255,7 @@ def test_nan_stops_the_run_and_keeps_the_batch(tmp_path):
     assert np.isnan(kept["x"][3]).all()
     assert not np.isnan(kept["x"][2]).any()
     # Step 8 was due; the newest checkpoint precedes the NaN.
-    assert checkpoint.list_steps(tmp_path / "checkpoints") == [4]
+    assert checkpoints.list_steps(tmp_path / "checkpoints") == [4]
     assert all(step <= 8 for _, step in read_curves(tmp_path))
 
 
@@ -299,7 +296,7 @@ def test_the_best_is_saved_when_found(tmp_path):
     """Evaluations fall between the regular checkpoints."""
     best = {"every": 100, "best_metric": "error", "best_mode": "min"}
     run(tmp_path, make_config(12, train={"eval_every": 5}, checkpoint=best))
-    assert checkpoint.list_steps(tmp_path / "checkpoints") == [5, 10, 12]
+    assert checkpoints.list_steps(tmp_path / "checkpoints") == [5, 10, 12]
 
 
 def test_health_warnings_are_given_once(tmp_path, caplog):
@@ -345,7 +342,7 @@ def test_out_of_memory_names_causes_and_settings(tmp_path, monkeypatch, where):
     if where == "training":
         monkeypatch.setattr(loop._Run, "_look_at", too_much)
     else:
-        monkeypatch.setattr(evaluation, "fetch", too_much)
+        monkeypatch.setattr(loop, "fetch_outputs", too_much)
     with pytest.raises(memory.OutOfMemoryError) as error:
         run(tmp_path, make_config(4))
     message = str(error.value)
@@ -372,7 +369,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     task = dataclasses.replace(linear_task(), summarize=lambda sums: unknown, evaluator=evaluator)
     run(tmp_path, make_config(4), task=task)
     assert all(line["error"] is None for line in read_lines(tmp_path))
-    assert math.isnan(reporting.read_metrics(tmp_path / "metrics.jsonl")[-1]["error"])
+    assert math.isnan(metrics_writer.read_metrics(tmp_path / "metrics.jsonl")[-1]["error"])
 
 
 def test_durations_have_two_units():

@@ -16,14 +16,15 @@ from convbert_jax.config import Config, OptimizerSection, from_config_dict, to_c
 from convbert_jax.config.sections import SCHEDULES
 from convbert_jax.models import build
 from convbert_jax.models.networks import MaskedLanguageModel
-from convbert_jax.training.muon import find_matrices, scale_by_muon
 from convbert_jax.training.optimizer import (
     layer_multipliers,
+    make_injected_lr_optimizer,
     make_optimizer,
     make_schedule,
-    make_told_optimizer,
+    muon_mask,
+    scale_by_muon,
 )
-from convbert_jax.training.state import flatten
+from convbert_jax.training.partitioning import flatten_params
 
 RELEASE = OptimizerSection(
     learning_rate=3e-3, warmup_steps=4, bias_correction=False, decay_during_warmup=True
@@ -46,11 +47,11 @@ def draw(seed: int, size: float = 1.0):
 
 def numpy_run(section: OptimizerSection, steps: int, gradients: list[dict]) -> dict:
     """Runs Adam with decoupled weight decay in float64, one parameter at a time."""
-    params = {name: np.float64(p) for name, p in flatten(draw(0)).items()}
+    params = {name: np.float64(p) for name, p in flatten_params(draw(0)).items()}
     m = {name: np.zeros_like(p) for name, p in params.items()}
     v = {name: np.zeros_like(p) for name, p in params.items()}
     for step, tree in enumerate(gradients):
-        grads = {name: np.float64(g) for name, g in flatten(tree).items()}
+        grads = {name: np.float64(g) for name, g in flatten_params(tree).items()}
         norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
         warmup = min(1.0, step / section.warmup_steps)
         start = 0 if section.decay_during_warmup else section.warmup_steps
@@ -96,7 +97,7 @@ def test_updates_follow_the_formulas(section):
         updates, state = update(gradient, state, params)
         params = jax.tree.map(jnp.add, params, updates)
     expected = numpy_run(section, steps, gradients)
-    for name, value in flatten(params).items():
+    for name, value in flatten_params(params).items():
         np.testing.assert_allclose(value, expected[name], rtol=2e-5, atol=1e-7, err_msg=name)
 
 
@@ -172,7 +173,7 @@ def test_adafactor_follows_its_paper():
     state = optimizer.init(ours)
     sizes = [leaf.size for leaf in jax.tree.leaves(state)]
     assert sum(sizes) < 2 * (130 + 140) + 140 + 20  # a row and a column vector instead of a matrix
-    theirs = flatten(params)
+    theirs = flatten_params(params)
     rows, columns, whole = np.zeros(130), np.zeros(140), np.zeros(140)
 
     def clipped(update, p):
@@ -181,7 +182,7 @@ def test_adafactor_follows_its_paper():
 
     for step in range(3):
         gradient = jax.tree.map(lambda p: rng.normal(size=p.shape), params)
-        flat = flatten(gradient)
+        flat = flatten_params(gradient)
         beta = 1 - (step + 1.0) ** -0.8
         kernel, bias = flat["dense/kernel"], flat["dense/bias"]
         rows = beta * rows + (1 - beta) * (kernel**2 + 1e-30).mean(1)
@@ -196,7 +197,7 @@ def test_adafactor_follows_its_paper():
             jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), gradient), state, ours
         )
         ours = jax.tree.map(jnp.add, ours, updates)
-    for name, value in flatten(ours).items():
+    for name, value in flatten_params(ours).items():
         np.testing.assert_allclose(value, theirs[name], rtol=2e-4, atol=1e-6, err_msg=name)
 
 
@@ -227,7 +228,7 @@ def test_layer_wise_rates_of_the_official_code():
         "head": {"output": {"kernel": (4, 2)}},
     }
     params = jax.tree.map(np.zeros, shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    rates = flatten(layer_multipliers(params, 0.8))
+    rates = flatten_params(layer_multipliers(params, 0.8))
     assert rates["head/output/kernel"] == 1.0
     assert rates["embeddings/word/embedding"] == pytest.approx(0.8**14)
     assert rates["encoder/embeddings_project/kernel"] == pytest.approx(0.044, abs=5e-4)
@@ -243,7 +244,7 @@ def test_layer_wise_rates_of_the_official_code():
 
 def test_an_optimizer_with_an_injected_rate_does_the_same():
     """Compares the injected learning rate, as in fine-tuning, with a compiled schedule."""
-    whole, injected = make_optimizer(RELEASE, 10), make_told_optimizer(RELEASE, 1.0)
+    whole, injected = make_optimizer(RELEASE, 10), make_injected_lr_optimizer(RELEASE, 1.0)
     params, schedule = draw(0), make_schedule(RELEASE, 10)
     states = whole.init(params), injected.init(params)
     for step in range(3):
@@ -336,10 +337,10 @@ def test_the_rest_is_adams():
         is_leaf=lambda x: isinstance(x, tuple),
     )
     params, gradient = draw(shapes), draw(shapes)
-    ours = flatten(first_update(params, gradient))
+    ours = flatten_params(first_update(params, gradient))
     adam = ADAM()
-    theirs = flatten(adam.update(gradient, adam.init(params), params)[0])
-    matrices = {name for name, found in flatten(find_matrices(params)).items() if found}
+    theirs = flatten_params(adam.update(gradient, adam.init(params), params)[0])
+    matrices = {name for name, found in flatten_params(muon_mask(params)).items() if found}
     assert matrices == {"encoder/stages/0/d/kernel", "encoder/stages/0/conv/pointwise"}
     for name, update in ours.items():
         same = np.allclose(update, theirs[name], rtol=1e-6)
@@ -362,7 +363,7 @@ def test_a_kernel_that_makes_filters_of_tokens_is_a_matrix(mixer, fields, filter
     config.model.mixer, config.model.mixer_fields = mixer, fields
     config.tokenizer.vocab_size = 50
     _, init = build(MaskedLanguageModel, from_config_dict(config))
-    found = flatten(find_matrices(jax.eval_shape(init, jax.random.key(0))))
+    found = flatten_params(muon_mask(jax.eval_shape(init, jax.random.key(0))))
     of_filters = {
         name.rpartition("mixer/")[2]
         for name, is_one in found.items()

@@ -17,9 +17,7 @@ import pytest
 from absl.testing import flagsaver
 
 from convbert_jax import command_line, interrupts, main, recipes
-from convbert_jax.training.checkpoints import reading as checkpoint_reading
-from convbert_jax.training.checkpoints import saving as checkpoint
-from convbert_jax.training.environment import compilation
+from convbert_jax.training import checkpoints, environment
 from tests import compiling
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
@@ -79,7 +77,7 @@ def wait_for_line(workdir, step: int, process) -> None:
 
 def assert_close(first, second, step):
     """Asserts equal data and parameters within rounding."""
-    one, two = (checkpoint_reading.load_arrays(w / "checkpoints", step)[1] for w in (first, second))
+    one, two = (checkpoints.load_arrays(w / "checkpoints", step)[1] for w in (first, second))
     assert one["data"].tobytes() == two["data"].tobytes()
     for name in one:
         np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=1e-6, err_msg=name)
@@ -93,7 +91,7 @@ def test_a_signal_saves_and_ends(tmp_path, number, ends):
     process.send_signal(number)
     code, text = finish(process)
     assert code == ends, text
-    step = checkpoint.list_steps(tmp_path / "checkpoints")[-1]
+    step = checkpoints.list_steps(tmp_path / "checkpoints")[-1]
     assert f"step {step} interrupted True" in text
     assert number.name in text
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -118,7 +116,7 @@ def test_a_stopped_run_ends_with_a_code_of_its_own(monkeypatch, tmp_path, recipe
 
     monkeypatch.setattr(recipes, recipe, run)
     monkeypatch.setattr(main, "_computes_on_cpu", lambda config: False)
-    monkeypatch.setattr(compilation, "enable_compile_cache", lambda folder: None)
+    monkeypatch.setattr(environment, "enable_compile_cache", lambda folder: None)
     flags = [*flags.split(), *(["--config.finetune.data=x"] if recipe == "finetune" else [])]
     with flagsaver.flagsaver():
         request = command_line.read(["main.py", *flags, f"--workdir={tmp_path}"])
@@ -166,14 +164,14 @@ def test_a_full_disk_is_one_error_and_keeps_saved_checkpoints(tmp_path):
     """A file size limit fits the report's lines but not the 80 kB of parameters."""
     model = "--features=20000"
     complete(tmp_path, "--steps=5", model)
-    _, before = checkpoint_reading.load_arrays(tmp_path / "checkpoints", 5)
+    _, before = checkpoints.load_arrays(tmp_path / "checkpoints", 5)
     code, text = finish(start(tmp_path, "--steps=10", model, "--file-bytes=50000"))
     assert code == 1, text
     (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
     assert str(tmp_path / "checkpoints") in line
     assert "step 5" in line
-    assert checkpoint.list_steps(tmp_path / "checkpoints") == [5]
-    _, after = checkpoint_reading.load_arrays(tmp_path / "checkpoints", 5)
+    assert checkpoints.list_steps(tmp_path / "checkpoints") == [5]
+    _, after = checkpoints.load_arrays(tmp_path / "checkpoints", 5)
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
 
 
@@ -200,12 +198,12 @@ def test_a_run_killed_twenty_times_is_the_same_run(tmp_path):
         assert process.poll() is None, finish(process)
         process.kill()
         finish(process)
-        reached.append(max(checkpoint.list_steps(workdir / "checkpoints"), default=0))
+        reached.append(max(checkpoints.list_steps(workdir / "checkpoints"), default=0))
     assert reached == sorted(reached), "a later start fell back"
     assert reached[-1] > 50, f"hardly any step was made: {reached}"
     complete(workdir, *arguments)
     folders = (tmp_path / "straight", workdir)
-    a, b = (checkpoint_reading.load_arrays(w / "checkpoints", 1000)[1] for w in folders)
+    a, b = (checkpoints.load_arrays(w / "checkpoints", 1000)[1] for w in folders)
     assert a.keys() == b.keys()
     assert [name for name in a if a[name].tobytes() != b[name].tobytes()] == []
     curves = [
@@ -228,7 +226,7 @@ def test_two_processes_are_one_run(tmp_path, number):
     wait_for_line(workdir, 7, both[0])
     both[1].send_signal(number)
     ends = [finish(process) for process in both]
-    step = checkpoint.list_steps(workdir / "checkpoints")[-1]
+    step = checkpoints.list_steps(workdir / "checkpoints")[-1]
     assert 7 <= step < 300
     for code, text in ends:
         assert code == (75 if number == signal.SIGTERM else 130), text

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from convbert_jax.config import MeshSection, OptimizerSection
-from convbert_jax.training import sharding
-from convbert_jax.training.optimizer import make_told_optimizer
-from convbert_jax.training.program import Program, make_program
-from convbert_jax.training.step import Drawn, Learning
+from convbert_jax.training import partitioning
+from convbert_jax.training.optimizer import make_injected_lr_optimizer
+from convbert_jax.training.train_step import Program, StepInputs, TrainStepConfig, make_program
 from tests.running import needs_libtpu
 from tests.training.tiny_run import FEATURES, make_config, make_rows, mlp_task
 
@@ -29,10 +28,12 @@ def told(runs: int | None, mesh=MESH) -> Program:
             return factor * value + 0.0 * jax.random.uniform(key), sums
 
     def draw(step, seed, learning_rate, factor):
-        return Drawn(jax.random.fold_in(jax.random.key(seed), step), learning_rate, (factor,))
+        return StepInputs(jax.random.fold_in(jax.random.key(seed), step), learning_rate, (factor,))
 
-    learning = Learning(make_told_optimizer(OptimizerSection(), 1.0), draw, (0, None, None))
-    return Program(Told, learning, sharding.make_mesh(mesh), runs=runs)
+    learning = TrainStepConfig(
+        make_injected_lr_optimizer(OptimizerSection(), 1.0), draw, (0, None, None)
+    )
+    return Program(Told, learning, partitioning.make_mesh(mesh), runs=runs)
 
 
 def assert_is(abstract, state):
@@ -57,7 +58,7 @@ def test_the_state_is_what_was_announced(runs):
         if runs:
             rows = {name: np.stack([value] * runs) for name, value in rows.items()}
         seed = np.uint32(0) if runs is None else np.arange(runs, dtype=np.uint32)
-        batch = sharding.put_whole_batch(rows, program.rows)
+        batch = partitioning.put_whole_batch(rows, program.rows)
         given = seed, np.float32(1e-2), np.float32(2.0)
         after, _, vitals = program.train_step(again, batch, *given)
         assert_is(program.abstract, after)
@@ -76,12 +77,12 @@ def test_runs_together_do_what_each_does_alone():
     both = {name: np.stack([r[name] for r in rows]) for name in rows[0]}
     given = np.float32(1e-2), np.float32(2.0)
     with jax.set_mesh(together.mesh):
-        batch = sharding.put_whole_batch(both, together.rows)
+        batch = partitioning.put_whole_batch(both, together.rows)
         state, _, vitals = together.train_step(
             together.init(keys), batch, np.asarray(seeds, np.uint32), *given
         )
         for run, seed in enumerate(seeds):
-            own = sharding.put_whole_batch(rows[run], alone.rows)
+            own = partitioning.put_whole_batch(rows[run], alone.rows)
             single, _, one = alone.train_step(alone.init(keys[run]), own, np.uint32(seed), *given)
             np.testing.assert_allclose(vitals.loss[run], one.loss, rtol=1e-5)
             for first, second in zip(
@@ -92,7 +93,7 @@ def test_runs_together_do_what_each_does_alone():
 
 def test_an_evaluation_donates_nothing_and_a_step_its_state():
     task, config = mlp_task(), make_config()
-    program = make_program(task, config, sharding.make_mesh(MESH))
+    program = make_program(task, config, partitioning.make_mesh(MESH))
     with jax.set_mesh(program.mesh):
         state = program.init(jax.random.key(0))
         batch = program.put_batch(make_rows(0, FEATURES))
@@ -112,7 +113,7 @@ def test_given_parameters_are_left_as_they_are():
     with jax.set_mesh(program.mesh):
         given = jax.device_get(program.init(jax.random.key(0)).params)
         kept = jax.tree.map(np.copy, given)
-        batch = sharding.put_whole_batch(rows, program.rows)
+        batch = partitioning.put_whole_batch(rows, program.rows)
         program.train_step(
             program.start(given), batch, np.uint32(0), np.float32(1.0), np.float32(1.0)
         )
@@ -127,7 +128,7 @@ def test_a_program_for_a_topology_runs_nothing():
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    mesh = sharding.make_mesh(MeshSection(data=2, fsdp=2), topology.devices)
+    mesh = partitioning.make_mesh(MeshSection(data=2, fsdp=2), topology.devices)
     program = make_program(mlp_task(), make_config(), mesh)
     batch = {
         name: jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=program.rows)

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from convbert_jax.files import DamagedFileError
-from convbert_jax.training import distributed, loop, rollback
+from convbert_jax.storage import DamagedFileError
+from convbert_jax.training import distributed, loop
 from convbert_jax.workdir import Workdir
 from tests.refusals import refused
 from tests.training.tiny_run import Rows, evaluation, linear_task, make_config, run
@@ -71,7 +71,7 @@ def test_a_run_goes_back_and_past_the_batch(tmp_path, caplog):
         "skipped": [{"after": 4, "batches": 3}]
     }
     assert lines(tmp_path / "back") == lines(tmp_path / "without")
-    ((step, what),) = rollback.Rollbacks(Workdir(tmp_path / "back").skipped, 0).describe()
+    ((step, what),) = loop.Rollbacks(Workdir(tmp_path / "back").skipped, 0).describe()
     assert step == 7
     assert "step 4" in what
     assert "3 batches" in what
@@ -97,7 +97,7 @@ def test_a_start_after_a_kill_passes_over_the_same(tmp_path, lost):
 
 
 def test_it_gives_up(tmp_path):
-    with refused(rollback.TrainingError, 2, "config.train.rollbacks"):
+    with refused(loop.TrainingError, 2, "config.train.rollbacks"):
         run(tmp_path, config_of(rollbacks=2), batches=Poisoned(*range(5, 40)))
     kept = json.loads((tmp_path / "skipped_batches.json").read_text())["skipped"]
     assert len(kept) == 2
@@ -124,7 +124,7 @@ def test_a_rollback_frees_the_state_before_it(tmp_path, monkeypatch):
 
 
 def test_rollbacks_are_advised_only_if_they_are_off(tmp_path, caplog):
-    with refused(rollback.BadStepError, "config.train.rollbacks"):
+    with refused(loop.BadStepError, "config.train.rollbacks"):
         run(tmp_path / "off", config_of(rollbacks=0), batches=Poisoned(7))
     run(tmp_path / "on", config_of(rollbacks=1), batches=Poisoned(7))
     assert "step 7" in caplog.text
@@ -148,14 +148,14 @@ def test_a_spike_is_as_bad(tmp_path, caplog):
 def test_what_the_guard_remembers_is_kept():
     """An interrupted guard decides like an uninterrupted one."""
     losses = [1.0 + 0.1 * (i % 7) for i in range(150)] + [9.0]
-    whole = rollback.LossGuard(5.0)
+    whole = loop.LossGuard(5.0)
     for loss in losses[:-1]:
         assert whole.judge(loss, 1.0) == ""
-    cut = rollback.LossGuard(5.0)
+    cut = loop.LossGuard(5.0)
     for loss in losses[:120]:
         cut.judge(loss, 1.0)
     position = {"next_batch": 3, **json.loads(json.dumps(cut.to_json()))}
-    again = rollback.LossGuard(5.0)
+    again = loop.LossGuard(5.0)
     again.restore(position)
     assert position == {"next_batch": 3}
     for loss in losses[120:-1]:
@@ -174,13 +174,13 @@ def test_a_damaged_record_is_refused(tmp_path):
     ):
         file.write_text(content)
         with refused(DamagedFileError, file):
-            rollback.Rollbacks(Workdir(tmp_path).skipped, 1)
+            loop.Rollbacks(Workdir(tmp_path).skipped, 1)
 
 
 def test_the_first_evaluation_may_compile_as_long_as_the_first_step(tmp_path, monkeypatch):
     told, silences = [], []
     monkeypatch.setattr(distributed, "exit_after_hang", lambda: told.append("hangs"))
-    evaluate = loop.evaluation_lib.run
+    evaluate = loop.evaluate
 
     def slow(task, step, params, batches, **options):
         batches = list(batches)  # heartbeats come before any compilation
@@ -188,7 +188,7 @@ def test_the_first_evaluation_may_compile_as_long_as_the_first_step(tmp_path, mo
             silences.append(time.sleep(3))
         return evaluate(task, step, params, batches, **options)
 
-    monkeypatch.setattr(loop.evaluation_lib, "run", slow)
+    monkeypatch.setattr(loop, "evaluate", slow)
     run(tmp_path, config_of(hang_seconds=1))
     assert silences
     assert told == []

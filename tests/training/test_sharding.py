@@ -11,16 +11,16 @@ from jax.sharding import PartitionSpec as P
 
 from configs import base
 from convbert_jax.config import Config, MeshSection, from_config_dict
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SpecialIds
 from convbert_jax.models.networks import sharding_rules
 from convbert_jax.recipes import build_task
-from convbert_jax.training import sharding, state
-from convbert_jax.training.program import make_program
-from convbert_jax.training.sharding import ShardingError
+from convbert_jax.training import partitioning, train_step
+from convbert_jax.training.partitioning import ShardingError
+from convbert_jax.training.train_step import make_program
 from tests.refusals import refused
 from tests.training.tiny_run import FEATURES, make_config, make_rows, mlp_task
 
-RULES = (*sharding_rules(Config().encoder), *sharding.RULES)  # rules of a ConvBERT
+RULES = (*sharding_rules(Config().encoder), *partitioning.RULES)  # rules of a ConvBERT
 
 
 def start(mesh, task, accumulation: int = 1, **changes):
@@ -59,7 +59,7 @@ ONE = MeshSection(data=1)
 
 @functools.cache
 def on_one_device(accumulation: int):
-    return train_three(sharding.make_mesh(ONE, jax.devices()[:1]), mlp_task(), accumulation)
+    return train_three(partitioning.make_mesh(ONE, jax.devices()[:1]), mlp_task(), accumulation)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def on_one_device(accumulation: int):
 )
 def test_eight_devices_do_what_one_does(mesh, accumulation):
     """Compares parameters, both moments, metrics and gradient norm."""
-    eight = train_three(sharding.make_mesh(mesh), mlp_task(), accumulation)
+    eight = train_three(partitioning.make_mesh(mesh), mlp_task(), accumulation)
     assert_close(on_one_device(accumulation), eight)
 
 
@@ -79,8 +79,8 @@ def test_other_optimizers_on_eight_devices_do_what_they_do_on_one(method):
 
     Three steps with Muon's five matrix products amplify rounding: 1.2e-5 with jax 0.12.
     """
-    one = train_three(sharding.make_mesh(ONE, jax.devices()[:1]), mlp_task(), method=method)
-    mesh = sharding.make_mesh(MeshSection(fsdp=2, tensor=2))
+    one = train_three(partitioning.make_mesh(ONE, jax.devices()[:1]), mlp_task(), method=method)
+    mesh = partitioning.make_mesh(MeshSection(fsdp=2, tensor=2))
     assert_close(one, train_three(mesh, mlp_task(), method=method), bound=3e-5)
 
 
@@ -98,7 +98,7 @@ def test_parts_of_a_batch_count_by_the_weight_of_their_loss():
         return total / jnp.maximum(count, 1e-6), {"loss": (total, count)}
 
     uneven = dataclasses.replace(task, loss=loss)
-    one = sharding.make_mesh(ONE, jax.devices()[:1])
+    one = partitioning.make_mesh(ONE, jax.devices()[:1])
     assert_close(train_three(one, uneven), train_three(one, uneven, 4))
 
 
@@ -119,7 +119,7 @@ def test_replicas_normalize_and_clip_alone_as_in_the_release():
     """Adam gets the sum of eight separately normalized and clipped gradients."""
     task, clip = weighted_task(), 6.0
     fields = {"release_replicas": 8, "clip_norm": clip, "bias_correction": False}
-    mesh = sharding.make_mesh(ONE, jax.devices()[:1])
+    mesh = partitioning.make_mesh(ONE, jax.devices()[:1])
     program, first = start(mesh, task, **fields)
     params, rows = jax.device_get(first.params), make_rows(0, FEATURES)
     losses, norms, total = [], [], jax.tree.map(np.zeros_like, params)
@@ -142,9 +142,9 @@ def test_replicas_normalize_and_clip_alone_as_in_the_release():
 
 def test_replicas_are_the_same_on_eight_devices_and_in_microbatches():
     fields = {"release_replicas": 2, "clip_norm": 0.1}
-    one = train_three(sharding.make_mesh(ONE, jax.devices()[:1]), mlp_task(), **fields)
-    assert_close(one, train_three(sharding.make_mesh(MeshSection()), mlp_task(), **fields))
-    cut = train_three(sharding.make_mesh(ONE, jax.devices()[:1]), mlp_task(), 4, **fields)
+    one = train_three(partitioning.make_mesh(ONE, jax.devices()[:1]), mlp_task(), **fields)
+    assert_close(one, train_three(partitioning.make_mesh(MeshSection()), mlp_task(), **fields))
+    cut = train_three(partitioning.make_mesh(ONE, jax.devices()[:1]), mlp_task(), 4, **fields)
     assert_close(one, cut)
 
 
@@ -157,13 +157,13 @@ def test_microbatches_draw_different_randomness():
             {"draws": (jax.nn.one_hot(jnp.int32(1e6 * jax.random.uniform(key)) % 997, 997), 1.0)},
         ),
     )
-    _, reports = train_three(sharding.make_mesh(ONE, jax.devices()[:1]), task, accumulation=8)
+    _, reports = train_three(partitioning.make_mesh(ONE, jax.devices()[:1]), task, accumulation=8)
     drawn = sum(metrics["draws"][0] for metrics, _ in reports)
     assert (drawn > 0).sum() > 16
 
 
 def test_parameters_and_moments_are_split_not_copied():
-    mesh = sharding.make_mesh(MeshSection(data=2, fsdp=4))
+    mesh = partitioning.make_mesh(MeshSection(data=2, fsdp=4))
     _, train_state = start(mesh, mlp_task())
     for tree in (train_state.params, train_state.opt_state[1].mu, train_state.opt_state[1].nu):
         kernel = tree["stages"]["0"]["feed_forward"]["intermediate"]["kernel"]
@@ -173,7 +173,7 @@ def test_parameters_and_moments_are_split_not_copied():
 
 
 def test_rules():
-    mesh = sharding.make_mesh(MeshSection(data=1, fsdp=4, tensor=2))
+    mesh = partitioning.make_mesh(MeshSection(data=1, fsdp=4, tensor=2))
     columns, rows = P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
     for path, shape, spec in (
         ("embeddings/word/embedding", (30_522, 768), P()),
@@ -189,7 +189,7 @@ def test_rules():
         ("discriminator_head/dense/kernel", (768, 768), P("fsdp", None)),
         ("generator_head/output_bias", (30_522,), P()),
     ):
-        assert sharding.partition_spec(path, shape, mesh, RULES) == spec, path
+        assert partitioning.partition_spec(path, shape, mesh, RULES) == spec, path
 
 
 COLUMNS, ROWS = P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
@@ -222,26 +222,26 @@ def test_where_every_parameter_of_base_lies():
     """Includes the optimizer moments; a change here alters memory and communication per step."""
     config = from_config_dict(base.get_config())
     task = build_task(config, SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4), jax.devices()[0])
-    mesh = sharding.make_mesh(MeshSection(fsdp=2, tensor=2))
+    mesh = partitioning.make_mesh(MeshSection(fsdp=2, tensor=2))
     placed = make_program(task, config, mesh).shardings
     for tree in (placed.params, placed.opt_state[1].mu, placed.opt_state[1].nu):
         leaves = jax.tree_util.tree_leaves_with_path(tree)
-        specs = {state.parameter_path(path): leaf.spec for path, leaf in leaves}
+        specs = {partitioning.parameter_path(path): leaf.spec for path, leaf in leaves}
         assert BASE.keys() < specs.keys()
         assert specs == dict.fromkeys(specs, P()) | BASE
 
 
 def test_parameters_that_cannot_be_divided_are_errors():
     with refused(ShardingError, value="encoder/gate"):
-        mesh = sharding.make_mesh(MeshSection())
-        sharding.partition_spec("encoder/gate", (3,), mesh, sharding.RULES)
+        mesh = partitioning.make_mesh(MeshSection())
+        partitioning.partition_spec("encoder/gate", (3,), mesh, partitioning.RULES)
     with refused(ShardingError, "head/kernel", field="config.mesh.fsdp", value=8):
-        mesh = sharding.make_mesh(MeshSection(fsdp=8))
-        sharding.partition_spec("head/kernel", (999, 999), mesh, RULES)
+        mesh = partitioning.make_mesh(MeshSection(fsdp=8))
+        partitioning.partition_spec("head/kernel", (999, 999), mesh, RULES)
     path = "stages/0/mixer/query/kernel"
     with refused(ShardingError, path, field="config.mesh.tensor", value=8):
-        mesh = sharding.make_mesh(MeshSection(tensor=8))
-        sharding.partition_spec(path, (2, 768, 100), mesh, RULES)
+        mesh = partitioning.make_mesh(MeshSection(tensor=8))
+        partitioning.partition_spec(path, (2, 768, 100), mesh, RULES)
 
 
 def test_meshes_that_do_not_fit_are_errors():
@@ -251,11 +251,11 @@ def test_meshes_that_do_not_fit_are_errors():
         (MeshSection(data=16), ("config.mesh.data=16", 8)),
     ):
         with refused(ShardingError, *mentions):
-            sharding.make_mesh(section)
+            partitioning.make_mesh(section)
 
 
 def test_mesh_takes_what_is_left():
-    mesh = sharding.make_mesh(MeshSection(data=2, fsdp=-1, tensor=2))
+    mesh = partitioning.make_mesh(MeshSection(data=2, fsdp=-1, tensor=2))
     assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2, "sequence": 1}
 
 
@@ -277,56 +277,56 @@ class OfSlice:
 def test_slices_lie_along_data():
     """Communication over fsdp, tensor and sequence stays within a slice."""
     devices = [OfSlice(i) for i in range(8)]
-    assert sharding.count_slices(devices) == 2
+    assert partitioning.count_slices(devices) == 2
     with pytest.MonkeyPatch.context() as patch:
         made = {}
-        patch.setattr(sharding, "Mesh", lambda placed, axes, **_: made.update(placed=placed))
-        sharding.make_mesh(MeshSection(fsdp=2), devices)
+        patch.setattr(partitioning, "Mesh", lambda placed, axes, **_: made.update(placed=placed))
+        partitioning.make_mesh(MeshSection(fsdp=2), devices)
         placed = made["placed"]
         assert placed.shape == (4, 2, 1, 1)
         of_slices = np.vectorize(lambda device: device.slice_index)(placed)[..., 0, 0]
         np.testing.assert_array_equal(of_slices, [[0, 0], [0, 0], [1, 1], [1, 1]])
         with refused(ShardingError, 2, field="config.mesh.data", value=1):
-            sharding.make_mesh(MeshSection(fsdp=8), devices)
+            partitioning.make_mesh(MeshSection(fsdp=8), devices)
 
 
 def test_batches_that_do_not_split_name_the_nearest():
-    mesh = sharding.make_mesh(MeshSection(fsdp=2))
-    sharding.check_batch_size(48, 2, mesh)
+    mesh = partitioning.make_mesh(MeshSection(fsdp=2))
+    partitioning.check_batch_size(48, 2, mesh)
     size = "config.train.batch_size"
     with refused(ShardingError, "accumulation=2", 32, 48, field=size, value=40):
-        sharding.check_batch_size(40, 2, mesh)
+        partitioning.check_batch_size(40, 2, mesh)
     with refused(ShardingError, 8, field=size, value=3) as alone:
-        sharding.check_batch_size(3, 1, mesh)
+        partitioning.check_batch_size(3, 1, mesh)
     assert "accumulation" not in str(alone.value)
     with refused(ShardingError, "release_replicas=8", 128, 256, field=size, value=130):
-        sharding.check_batch_size(130, 2, mesh, replicas=8)
+        partitioning.check_batch_size(130, 2, mesh, replicas=8)
 
 
 def test_rows_that_do_not_split_are_refused():
-    mesh = sharding.make_mesh(MeshSection(sequence=4))
-    sharding.check_length(128, mesh)
+    mesh = partitioning.make_mesh(MeshSection(sequence=4))
+    partitioning.check_length(128, mesh)
     with refused(ShardingError, "sequence=4", field="config.data.length", value=130):
-        sharding.check_length(130, mesh)
+        partitioning.check_length(130, mesh)
 
 
 def test_processes_that_would_share_rows_are_refused(monkeypatch):
     """Each process reads separate rows, so it must own all positions of a row."""
-    mesh = sharding.make_mesh(MeshSection(data=2, sequence=4))
+    mesh = partitioning.make_mesh(MeshSection(data=2, sequence=4))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    sharding.check_batch_size(16, 1, mesh)
+    partitioning.check_batch_size(16, 1, mesh)
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with refused(ShardingError, "4 processes", field="config.mesh.data", value=2):
-        sharding.check_batch_size(16, 1, mesh)
+        partitioning.check_batch_size(16, 1, mesh)
 
 
 def test_given_weights_are_divided_over_the_devices():
-    mesh = sharding.make_mesh(MeshSection(data=1, fsdp=4, tensor=2))
+    mesh = partitioning.make_mesh(MeshSection(data=1, fsdp=4, tensor=2))
     tree = {"stages": {"0": {"feed_forward": {"intermediate": {
         "kernel": np.arange(2 * 128 * 256, dtype=np.float32).reshape(2, 128, 256),
         "bias": np.ones((2, 256), np.float32),
     }}}}}  # fmt: skip
-    put = sharding.put_params(tree, sharding.tree_shardings(tree, mesh, sharding.RULES))
+    put = partitioning.put_params(tree, partitioning.tree_shardings(tree, mesh, partitioning.RULES))
     kernel = put["stages"]["0"]["feed_forward"]["intermediate"]["kernel"]
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 32, 128)}
     jax.tree.map(np.testing.assert_array_equal, tree, jax.device_get(put))
@@ -334,7 +334,7 @@ def test_given_weights_are_divided_over_the_devices():
 
 def test_keys_differ_by_step_and_name():
     keys = {
-        tuple(jax.random.key_data(state.step_key(seed, at, name)).tolist())
+        tuple(jax.random.key_data(train_step.step_key(seed, at, name)).tolist())
         for seed in (0, 1)
         for at in (0, 1)
         for name in ("loss", "evaluation")

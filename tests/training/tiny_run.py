@@ -15,10 +15,9 @@ from absl import logging
 
 from convbert_jax import console, interrupts
 from convbert_jax.config import Config, UserError
-from convbert_jax.interfaces.evaluator import Evaluator
-from convbert_jax.training import distributed, loop, sharding
-from convbert_jax.training.environment import compilation
-from convbert_jax.training.task import Task
+from convbert_jax.interfaces import Evaluator
+from convbert_jax.training import distributed, environment, loop, partitioning
+from convbert_jax.training.train_step import Task
 from convbert_jax.workdir import Workdir
 
 ROWS = 16
@@ -118,7 +117,7 @@ def linear_task(*, noise: float = 0.1, features: int = 4, health=None) -> Task:
         init=init,
         loss=loss,
         evaluate=lambda params, batch, key: _sums(errors(params, batch["x"]), batch["weight"]),
-        rules=sharding.RULES,
+        rules=partitioning.RULES,
         summarize=_summarize,
         evaluator=EVALUATOR,
         health=health or (lambda step, values: []),
@@ -184,7 +183,7 @@ def run(folder: pathlib.Path, config: Config | None = None, **overrides) -> loop
         "task": linear_task(),
         "config": config,
         "workdir": Workdir(folder),
-        "mesh": sharding.make_mesh(config.mesh),
+        "mesh": partitioning.make_mesh(config.mesh),
         "batches": Rows(),
         "evaluation": evaluation,
     }
@@ -209,7 +208,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.use_absl_handler()
     console.set_up_logging()
-    compilation.enable_compile_cache(arguments.cache)
+    environment.enable_compile_cache(arguments.cache)
     watched = contextlib.nullcontext()
     if arguments.processes > 1:
         address = f"localhost:{arguments.port}"

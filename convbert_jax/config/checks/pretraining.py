@@ -1,6 +1,6 @@
 """Validation of configs before any long work starts.
 
-The number of devices is checked in `training/sharding.py`, the corpus when it is read.
+The number of devices is checked in `training/partitioning.py`, the corpus when it is read.
 """
 
 import dataclasses

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.config import ParallelSection
 from convbert_jax.data.errors import DataError, Location, shorten
 from convbert_jax.data.readers.indexed_rows import (
@@ -418,7 +418,7 @@ def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") ->
         return open_tfds(rest, columns, targets)
     if kind == "parquet":
         return open_parquet(rest, columns, targets)
-    paths = tuple(Path(files.expand(name.strip())) for name in rest.split(","))
+    paths = tuple(Path(storage.expand(name.strip())) for name in rest.split(","))
     _check_files(spec, kind, len(paths), targets)
     paths = paths if targets == "all" else paths[:2]
     for path in paths:

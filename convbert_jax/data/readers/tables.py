@@ -26,7 +26,7 @@ from convbert_jax.data.readers.text_lines import (
     describe_escapes,
     without_last_blanks,
 )
-from convbert_jax.files import JsonError, parse_json
+from convbert_jax.storage import JsonError, parse_json
 
 _DOCUMENT = "-DOCSTART-"  # first word of a document in CoNLL files
 MATCHING_SECONDS = 2.0  # per line; some patterns take exponential time

@@ -18,7 +18,7 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.readers import indexed_rows
 from convbert_jax.data.readers.tables import BadRows, TableFormat, read_table
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask, LabelReader
-from convbert_jax.files import expand
+from convbert_jax.storage import expand
 
 BAD_SHARE = 0.01  # the share of unusable rows in the official files is lower
 _HINT = "Download the official GLUE file"

@@ -14,7 +14,7 @@ import numpy as np
 
 from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.interfaces.batch import FinetuneBatch
+from convbert_jax.interfaces import FinetuneBatch
 
 KINDS = ("classification", "regression", "tagging")
 # Default metrics of each kind; the first one selects the best checkpoint.

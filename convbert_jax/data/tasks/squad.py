@@ -18,7 +18,7 @@ from convbert_jax.data.readers.indexed_rows import all_rows, check_prepared, ope
 from convbert_jax.data.readers.text_lines import open_bytes
 from convbert_jax.data.tasks.labelled_text import Rows, pad_rows
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, cover
-from convbert_jax.files import expand, parse_json
+from convbert_jax.storage import expand, parse_json
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, te
 
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import TokenizerError
-from convbert_jax.interfaces.special_ids import sentinel_names
+from convbert_jax.interfaces import sentinel_names
 
 FILE = "tokenizer.model"
 LONGEST_LINE = 10_000  # characters; longer lines are split for the trainer

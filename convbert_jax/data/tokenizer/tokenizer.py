@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from convbert_jax import files, progress
+from convbert_jax import console, storage
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.data.tokenizer import pieces_model, sentencepiece_model, wordpiece_model
@@ -34,7 +34,7 @@ from convbert_jax.data.tokenizer.normalization import (
     unresolved,
 )
 from convbert_jax.data.units import write_record
-from convbert_jax.interfaces.special_ids import SENTINEL, SpecialIds
+from convbert_jax.interfaces import SENTINEL, SpecialIds
 
 
 def fit_offsets(text: str, offsets) -> np.ndarray:
@@ -321,10 +321,10 @@ def train_tokenizer(texts: Iterable[str], section: TokenizerSection, directory: 
     directory.mkdir(parents=True, exist_ok=True)
     model = KINDS[section.kind]
     path = directory / model.FILE
-    with progress.log_seconds("Training the vocabulary"):
+    with console.log_seconds("Training the vocabulary"):
         trained = model.train(texts, section)
     try:
-        with files.replacing(path) as file:
+        with storage.replacing(path) as file:
             file.write(trained)
     except OSError as error:
         raise TokenizerError(
@@ -400,7 +400,7 @@ def follow_file(section: TokenizerSection, given: Collection[str] = ()) -> Token
     """
     if not section.path:
         return section
-    path = files.expand(section.path)
+    path = storage.expand(section.path)
     kind = _kind_of(path)
     is_wordpiece = kind == "wordpiece" and path.is_file()
     if is_wordpiece and (other := wordpiece_model.describe_other_rules(path)):
@@ -457,7 +457,7 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
         trained with other settings.
     """
     if section.path:
-        path = files.expand(section.path)
+        path = storage.expand(section.path)
         expected = _kind_of(path)
         if section.kind != expected and path.exists():
             raise TokenizerError(
@@ -476,7 +476,7 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
                 path=directory,
             )
         remedy = f"restore a copy, or delete {directory} and prepare it again"
-        there = files.read_json(Path(directory) / SETTINGS, remedy=remedy, fields=SETTINGS_FIELDS)
+        there = storage.read_json(Path(directory) / SETTINGS, remedy=remedy, fields=SETTINGS_FIELDS)
         section = dataclasses.replace(
             section, **{name: there[name] for name in unresolved(section)}
         )

@@ -13,10 +13,10 @@ import tokenizers
 from absl import logging
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import TokenizerError
-from convbert_jax.interfaces.special_ids import sentinel_names
+from convbert_jax.interfaces import sentinel_names
 
 FILE = "tokenizer.json"
 SPECIAL = {"pad": "[PAD]", "unknown": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
@@ -232,8 +232,8 @@ def describe_other_rules(path: Path) -> str:
 
 def _read_json(path: Path) -> dict:
     try:
-        return files.read_json(path, remedy=REMEDY, fields={"model": {"vocab": (dict, list)}})
-    except files.DamagedFileError as error:
+        return storage.read_json(path, remedy=REMEDY, fields={"model": {"vocab": (dict, list)}})
+    except storage.DamagedFileError as error:
         raise TokenizerError(str(error), path=path) from None
 
 

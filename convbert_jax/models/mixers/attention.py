@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from convbert_jax.config import MixerSettings
 from convbert_jax.config.mixers import nominal_heads
-from convbert_jax.interfaces.placement import Split
+from convbert_jax.interfaces import Split
 from convbert_jax.models.layers import (
     Capture,
     Dense,

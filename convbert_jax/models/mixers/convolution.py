@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import MixerSettings
-from convbert_jax.interfaces.placement import REPLICATED, Split
+from convbert_jax.interfaces import REPLICATED, Split
 from convbert_jax.models.layers import Capture, Dense, Initializers, PaperFlops, State
 from convbert_jax.models.mixers.attention import Attention
 from convbert_jax.ops.convolution import (

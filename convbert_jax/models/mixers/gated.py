@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.interfaces.placement import REPLICATED, Split
+from convbert_jax.interfaces import REPLICATED, Split
 from convbert_jax.models.layers import Capture, Dense, Initializers, PaperFlops, State, dropout
 from convbert_jax.models.mixers import convolution
 from convbert_jax.models.mixers.attention import Attention, join, split

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from convbert_jax.config import PluginError
-from convbert_jax.interfaces.placement import REPLICATED
+from convbert_jax.interfaces import REPLICATED
 
 # __init__ arguments that the model and the config provide.
 _OF_MODEL = ("hidden_size", "rngs")

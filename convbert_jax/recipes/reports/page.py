@@ -18,12 +18,12 @@ import jax
 from absl import logging
 
 import convbert_jax
-from convbert_jax import drawing, files
+from convbert_jax import drawing, storage
 from convbert_jax.config import Config, changes, to_dict, to_text
 from convbert_jax.finetuning import question_answering
 from convbert_jax.interop import conversion
 from convbert_jax.interop.networks import ConversionError, outline
-from convbert_jax.training.environment import devices
+from convbert_jax.training import environment as environment_lib
 from convbert_jax.workdir import Workdir
 
 Command = tuple[str, str]
@@ -152,10 +152,10 @@ def describe(config: Config, mesh: jax.sharding.Mesh, leave_out: Collection[str]
     """Collects the facts about a run that ends now on the devices of `mesh`."""
     found = list(mesh.devices.flat)
     environment = {
-        "devices": devices.describe_devices(found),
+        "devices": environment_lib.describe_devices(found),
         "mesh": ", ".join(f"{name} {size}" for name, size in mesh.shape.items()),
         "processes": str(jax.process_count()),
-        "compute dtype": str(devices.compute_dtype(config, found[0])),
+        "compute dtype": str(environment_lib.compute_dtype(config, found[0])),
         "convbert_jax": convbert_jax.__version__,
         "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
         **{name: metadata.version(name) for name in _LIBRARIES},
@@ -199,7 +199,7 @@ def write(workdir: Workdir, make: Callable[[], str]) -> bool:
       whether the file was written.
     """
     try:
-        files.write_text(workdir.report, make())
+        storage.write_text(workdir.report, make())
     except Exception as error:
         logging.warning(
             "Cannot write %s (%s: %s); the run itself is saved.",

@@ -32,7 +32,7 @@ from convbert_jax.models.networks import MODELS
 from convbert_jax.objectives import masked_lm, replaced_token
 from convbert_jax.recipes import scoring
 from convbert_jax.recipes.reports import page
-from convbert_jax.training.reports.reporting import HealthWatch
+from convbert_jax.training.metrics_writer import HealthWatch
 from convbert_jax.workdir import Workdir
 
 _ROWS = 32  # at most

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convbert_jax import progress
+from convbert_jax import console
 from convbert_jax.config import Config
 from convbert_jax.data.batching import evaluation_batches, training_batches
 from convbert_jax.data.corpus import prepare
@@ -81,7 +81,7 @@ def test_pieces_are_the_whole_document(text, pieces):
 def test_undecodable_text_ends_it_and_keeps_what_is_done(
     config, change, corpus_file, tmp_path, small_units, monkeypatch, caplog
 ):
-    monkeypatch.setattr(progress, "LOG_EVERY", 0.001)
+    monkeypatch.setattr(console, "LOG_EVERY", 0.001)
     caplog.set_level(logging.INFO, logger="absl")
     model = prepare(config, tmp_path / "model").tokenizer.path
     begun = {line.split()[0] for line in caplog.messages if " s" in line}

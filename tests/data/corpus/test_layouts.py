@@ -24,8 +24,7 @@ from convbert_jax.data.layouts import (
     split_sentences,
 )
 from convbert_jax.data.shards import from_records, row_dtype, to_records
-from convbert_jax.interfaces.batch import PairBatch
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import PairBatch, SpecialIds
 from tests.batches import check_batch
 from tests.refusals import refused
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from convbert_jax.data import samplers
 from convbert_jax.data.tasks import labelled_text
 from convbert_jax.data.tasks.labelled_text import IGNORED, Rows
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SpecialIds
 
 
 class Letters:

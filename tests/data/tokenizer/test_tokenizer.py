@@ -19,7 +19,7 @@ from convbert_jax.data.tokenizer.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SpecialIds
 from tests.refusals import refused
 
 BARE = {"lowercase": True, "strip_accents": True}

@@ -14,7 +14,7 @@ from convbert_jax.data.tokenizer.tokenizer import (
     follow_file,
     load_tokenizer,
 )
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces import SpecialIds
 from tests.refusals import refused
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

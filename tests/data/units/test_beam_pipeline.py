@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from convbert_jax import progress
+from convbert_jax import console
 from convbert_jax.data import beam_pipeline, corpus, prepared
 from convbert_jax.data.corpus import prepare
 from convbert_jax.data.errors import DataError
@@ -65,7 +65,7 @@ def test_other_runners(config, tmp_path, small_units, contents, bad_work, runner
 
 
 def test_finished_units_are_kept(kind, copied, contents, runner, monkeypatch, caplog):
-    monkeypatch.setattr(progress, "LOG_EVERY", 0)
+    monkeypatch.setattr(console, "LOG_EVERY", 0)
     monkeypatch.setattr(beam_pipeline, "WATCH_EVERY", 0.001)
     caplog.set_level("INFO", logger="absl")
     config, folder = copied

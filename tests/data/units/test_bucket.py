@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.data import bucket
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.units import write_record
@@ -122,7 +122,7 @@ def test_damaged_and_missing_objects(published, machine, tmp_path, monkeypatch):
     shard = max(published.glob("validation-*record"))
     whole = shard.read_bytes()
     shard.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-    with refused(files.DamagedFileError, path=f"{SHARDS}/{shard.name}"):
+    with refused(storage.DamagedFileError, path=f"{SHARDS}/{shard.name}"):
         open_data(machine("second"))
     (here,) = (tmp_path / "second").iterdir()
     assert not (here / shard.name).exists()
@@ -142,11 +142,11 @@ def test_damaged_lists(published, machine):
     content = json.loads((published / bucket.LIST).read_text())
     content["files"]["metadata.json"][0] += 1
     (published / bucket.LIST).write_text(json.dumps(content))
-    with refused(files.DamagedFileError, path=at):
+    with refused(storage.DamagedFileError, path=at):
         open_data(machine("second"))
     for name in ("../elsewhere", "/etc/elsewhere", "a/../../elsewhere"):
         write_record(published / bucket.LIST, {"files": {name: [1, 1]}})
-        with refused(files.DamagedFileError, name, path=at):
+        with refused(storage.DamagedFileError, name, path=at):
             open_data(machine("second"))
 
 
@@ -154,7 +154,7 @@ def test_a_disk_without_room(published, machine, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "replacing", full)
+    monkeypatch.setattr(storage, "replacing", full)
     with refused(DataError, "No space left", "--config.data.cache"):
         open_data(machine("second"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.data import beam_pipeline
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.units import (
@@ -130,6 +130,6 @@ def test_after_a_unit_that_cannot_be_done_no_other_is_begun(work, tmp_path, monk
     def refuse(path, text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "write_text", refuse)
+    monkeypatch.setattr(storage, "write_text", refuse)
     with refused(DataError, "It is bad."):
         worker_of(bad, attempts).do(bad.list_assignments()[0])

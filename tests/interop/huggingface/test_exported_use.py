@@ -10,11 +10,11 @@ import pytest
 
 from convbert_jax.config import ConfigError
 from convbert_jax.data.tasks.labelled_text import Example
-from convbert_jax.files import DamagedFileError
 from convbert_jax.inference import loading
 from convbert_jax.inference.predictor import Predictor
 from convbert_jax.interop import conversion, huggingface, networks, parity
 from convbert_jax.interop.networks import ConversionError
+from convbert_jax.storage import DamagedFileError
 from tests.interop.conftest import random_network, random_params, with_head
 from tests.refusals import refused
 

@@ -16,9 +16,8 @@ import time
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from convbert_jax.files import DamagedFileError
-from convbert_jax.training.checkpoints import saving as checkpoint
-from convbert_jax.training.reports import reporting, tensorboard
+from convbert_jax.storage import DamagedFileError
+from convbert_jax.training import checkpoints, metrics_writer
 from convbert_jax.workdir import Workdir
 from tests.conftest import REPOSITORY
 from tests.refusals import refused
@@ -39,7 +38,7 @@ def read_events(folder) -> list[Event]:
 
 
 def reporter(folder, step=0):
-    return reporting.Reporter(Workdir(folder), linear_task(), steps=9, step=step)
+    return metrics_writer.Reporter(Workdir(folder), linear_task(), steps=9, step=step)
 
 
 def test_tensorboard_sees_what_the_lines_say(tmp_path):
@@ -52,7 +51,7 @@ def test_tensorboard_sees_what_the_lines_say(tmp_path):
         for e in events
         if e.summary.value and e.summary.value[0].tag == "validation/error"
     }
-    lines = reporting.read_metrics(tmp_path / "metrics.jsonl")
+    lines = metrics_writer.read_metrics(tmp_path / "metrics.jsonl")
     expected = {line["step"]: line["error"] for line in lines if line["split"] == "validation"}
     assert errors == pytest.approx(expected)
 
@@ -60,7 +59,7 @@ def test_tensorboard_sees_what_the_lines_say(tmp_path):
 def test_two_files_of_one_second_are_two(tmp_path, monkeypatch):
     for step in (1, 2):
         monkeypatch.setattr(time, "time", lambda now=1_700_000_000 + step / 1000: now)
-        tensorboard.EventFile(tmp_path, purge_step=step).close()
+        metrics_writer.EventFile(tmp_path, purge_step=step).close()
     events = read_events(tmp_path)
     assert [e.step for e in events if e.HasField("session_log")] == [1, 2]
 
@@ -68,7 +67,7 @@ def test_two_files_of_one_second_are_two(tmp_path, monkeypatch):
 def test_a_start_loads_no_pytorch():
     """tensorboardX imports an installed PyTorch, which takes two seconds."""
     pytest.importorskip("torch")
-    code = "import sys, convbert_jax.training.reports.tensorboard; print('torch' in sys.modules)"
+    code = "import sys, convbert_jax.training.metrics_writer; print('torch' in sys.modules)"
     said = subprocess.run(
         [sys.executable, "-c", f"{code}; import torch; print(torch.ones(1).item())"],
         cwd=REPOSITORY, capture_output=True, text=True, check=True,
@@ -96,9 +95,9 @@ def test_a_writer_that_fails_is_an_error(tmp_path, monkeypatch, number, flush_se
     """Flushing /dev/full raises ENOSPC."""
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
-    monkeypatch.setattr(tensorboard, "_FLUSH_SECONDS", flush_seconds)
+    monkeypatch.setattr(metrics_writer, "_FLUSH_SECONDS", flush_seconds)
     with (
-        refused(reporting.ReportError, os.strerror(errno.ENOSPC), path=tmp_path),
+        refused(metrics_writer.ReportError, os.strerror(errno.ENOSPC), path=tmp_path),
         reporter(tmp_path) as report,
     ):
         for step in range(1, 5):
@@ -107,7 +106,7 @@ def test_a_writer_that_fails_is_an_error(tmp_path, monkeypatch, number, flush_se
                 os.dup2(full, report._board._file._writer.fileno())
                 os.close(full)
             report.train(step, {"loss": 1.0}, 0.1)
-    lines = reporting.read_metrics(tmp_path / "metrics.jsonl")
+    lines = metrics_writer.read_metrics(tmp_path / "metrics.jsonl")
     last = 4 if flush_seconds > 0 else number
     assert [line["step"] for line in lines] == list(range(1, last + 1))
 
@@ -128,7 +127,7 @@ def test_a_file_that_may_not_grow_ends_the_run(tmp_path, limit):
     assert code == 0, text
     assert [
         line["step"]
-        for line in reporting.read_metrics(whole / "metrics.jsonl")
+        for line in metrics_writer.read_metrics(whole / "metrics.jsonl")
         if line["split"] == "train"
     ] == list(range(1, 13))
 
@@ -182,7 +181,7 @@ def test_a_full_disk_never_hangs(small_disk, moment):
     (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
     assert str(workdir) in line
     (small_disk / "filler").unlink()
-    last = checkpoint.list_steps(workdir / "checkpoints")[-1]
+    last = checkpoints.list_steps(workdir / "checkpoints")[-1]
     code, text = finish(start(workdir, f"--steps={last + 3}"))
     assert code == 0, text
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
@@ -191,15 +190,15 @@ def test_a_full_disk_never_hangs(small_disk, moment):
 
 def test_the_last_numbers(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    assert reporting.last_of(reporting.read_metrics(file), "train") == {}
+    assert metrics_writer.last_of(metrics_writer.read_metrics(file), "train") == {}
     file.write_text('{"step": 1, "split": "train", "loss": null}\n{"step": 2, "sp')
-    (value,) = reporting.last_of(reporting.read_metrics(file), "train").values()
+    (value,) = metrics_writer.last_of(metrics_writer.read_metrics(file), "train").values()
     assert math.isnan(value)
 
 
 def test_counts_have_three_digits():
     spelled = {999: "999", 1000: "1k", 999_499: "999k", 999_999: "1M", 999_999_999: "1G"}
-    assert {count: reporting._format_count(count) for count in spelled} == spelled
+    assert {count: metrics_writer._format_count(count) for count in spelled} == spelled
 
 
 DAMAGED = [
@@ -218,8 +217,8 @@ def test_damaged_lines_are_removed_when_a_run_resumes(tmp_path, caplog):
         caplog.clear()
         file.write_bytes(first + damage.rstrip() + b"\n" + second + b'{"step": 3, "sp')
         with refused(DamagedFileError, file, "line 2"):
-            reporting.read_metrics(file)
-        assert [line["step"] for line in reporting.read_undamaged(file)] == [1, 2]
-        reporting.drop_later_lines(file, 2)
+            metrics_writer.read_metrics(file)
+        assert [line["step"] for line in metrics_writer.read_undamaged(file)] == [1, 2]
+        metrics_writer.drop_later_lines(file, 2)
         assert file.read_bytes() == first + second
         assert [r.levelname for r in caplog.records] == ["WARNING"] * 2

@@ -11,11 +11,11 @@ from etils.epath import backend
 from orbax.checkpoint._src.multihost import multihost as of_handlers
 from orbax.checkpoint.experimental.v1._src.synchronization import multihost as of_steps
 
-from convbert_jax.training.checkpoints import reading, saving
-from convbert_jax.training.checkpoints.saving import CheckpointError, Checkpoints
+from convbert_jax.training import checkpoints as checkpoints_lib
+from convbert_jax.training.checkpoints import CheckpointError, Checkpoints
 from convbert_jax.workdir import list_steps
 from tests.refusals import refused
-from tests.training.checkpoints.test_checkpoint import (
+from tests.training.test_checkpoints import (
     SECTION,
     assert_equal,
     make_state,
@@ -24,7 +24,7 @@ from tests.training.checkpoints.test_checkpoint import (
 )
 
 __all__ = ["mesh"]  # the fixture
-REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_saves_that_always_fail_end_the_run(tmp_path, mesh, failing, caplog):
 
 def test_the_last_save_is_tried_again(tmp_path, mesh, failing, monkeypatch):
     failing.append(2)
-    monkeypatch.setattr(saving.logging, "warning", lambda *words: failing.clear())
+    monkeypatch.setattr(checkpoints_lib.logging, "warning", lambda *words: failing.clear())
     checkpoints = Checkpoints(tmp_path, SECTION)
     checkpoints.save(make_state(2, mesh), {"position": 20}, last=True)
     assert list_steps(tmp_path) == [2]
@@ -100,8 +100,8 @@ def test_storage_that_cannot_be_read_now_is_not_damage(tmp_path, mesh, monkeypat
 
     before = sorted(tmp_path.rglob("*"))
     with monkeypatch.context() as patch:
-        patch.setattr(reading.ocp, "load_checkpointables", fail)
-        with refused(reading.StorageError, tmp_path / "3"):
+        patch.setattr(checkpoints_lib.ocp, "load_checkpointables", fail)
+        with refused(checkpoints_lib.StorageError, tmp_path / "3"):
             restore(tmp_path, mesh)
     assert sorted(tmp_path.rglob("*")) == before
     assert int(restore(tmp_path, mesh)[0].step) == 3

@@ -1,4 +1,4 @@
-"""Batches: the fields that data pipelines produce and models read.
+"""Types shared by the packages: batches, special token ids, partition rules and evaluators.
 
 At run time a batch is a plain dict of arrays. It is therefore a pytree for `jax.jit`, `vmap` and
 `shard_map`, can be saved with `np.savez(**batch)` if its loss is not finite, and may have
@@ -10,7 +10,10 @@ processes, sharded by row. Axes: B rows, L tokens per row, W logits of the compi
 the number of labels).
 """
 
-from typing import Any, NotRequired, TypedDict
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, NotRequired, TypedDict, TypeVar
 
 from jaxtyping import Bool, Float32, Int32
 
@@ -144,3 +147,106 @@ class AnswerBatch(FinetuneBatch):
     end: NotRequired[Int32[Any, " B"]]
     impossible: NotRequired[Int32[Any, " B"]]
     best: NotRequired[Bool[Any, "B L"]]
+
+
+# Sentinels, which replace removed spans, as named by this package and by T5.
+SENTINEL = re.compile(r"(?:\[SPAN_(\d+)\]|<extra_id_(\d+)>)")
+
+
+def sentinel_names(count: int) -> list[str]:
+    """Returns the vocabulary entries of `count` sentinels."""
+    return [f"[SPAN_{number}]" for number in range(count)]
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialIds:
+    """Ids of the special tokens of one vocabulary.
+
+    Attributes:
+      pad: [PAD], after the end of a row.
+      unknown: [UNK], text that the vocabulary cannot encode; may be masked like other text.
+      cls: [CLS], at the beginning of a row, of a piece of a packed row, and of decoder inputs.
+      sep: [SEP], at the end of a text, including decoder targets.
+      mask: [MASK], replaces a masked token.
+      extra: name -> id of additional special tokens, for example sentinels.
+    """
+
+    pad: int
+    unknown: int
+    cls: int
+    sep: int
+    mask: int
+    extra: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        """All special ids by name: the five fields, then `extra`."""
+        five = (field.name for field in dataclasses.fields(self) if field.name != "extra")
+        return {name: getattr(self, name) for name in five} | dict(self.extra)
+
+    @property
+    def sentinels(self) -> tuple[int, ...]:
+        """Ids of the sentinels of the first, second, ... removed span; () without sentinels."""
+        found = {name: SENTINEL.fullmatch(name) for name in self.extra}
+        number = {name: int(match[1] or match[2]) for name, match in found.items() if match}
+        return tuple(self.extra[name] for name in sorted(number, key=number.get))
+
+    @property
+    def never_hidden(self) -> tuple[int, ...]:
+        """Ids that no objective masks; padding is recognized by its segment id."""
+        return self.cls, self.sep, self.mask, *self.extra.values()
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Partitioning of one parameter.
+
+    The fsdp axis shards the largest dimension that it divides, except `tensor`. It shards a `table`
+    by rows or not at all, because sharded columns would require communication of activations.
+
+    Attributes:
+      tensor: dimension (negative) that the tensor axis shards; None: no dimension.
+      table: whether the parameter is an embedding table, whose rows are looked up.
+    """
+
+    tensor: int | None = None
+    table: bool = False
+
+
+REPLICATED = None  # a full copy on every device
+
+# (regular expression for parameter paths, partitioning); the first match applies.
+Rules = Sequence[tuple[str, Split | None]]
+
+State = TypeVar("State")
+
+Outputs = Mapping[str, Any]  # name -> numpy arrays, of one batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator(Generic[State]):
+    """Metrics of a set of rows, as three host functions.
+
+    The evaluator and the function that computes the outputs agree on their names. Outputs contain
+    the global batch, so all processes compute the same metrics. Rows that pad a batch are marked in
+    the outputs (weight 0 or a negative index).
+
+    Attributes:
+      names: names of the metrics.
+      init: () -> initial state.
+      update: (state, outputs of one batch) -> new state; may modify its argument.
+      finish: state -> {name: value} for all `names`; NaN if nothing was counted. Does not modify
+        the state, so that updates may follow.
+    """
+
+    names: tuple[str, ...]
+    init: Callable[[], State]
+    update: Callable[[State, Outputs], State]
+    finish: Callable[[State], dict[str, float]]
+
+    def over(self, batches: Iterable[Outputs]) -> dict[str, float]:
+        """Computes the metrics of the outputs of some batches."""
+        state = self.init()
+        for outputs in batches:
+            state = self.update(state, outputs)
+        return self.finish(state)

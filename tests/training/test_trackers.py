@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from convbert_jax.config import ConfigError, UserError
-from convbert_jax.training.reports import reporting, trackers
+from convbert_jax.training import metrics_writer
 from convbert_jax.workdir import Workdir
 from tests.refusals import refused
 from tests.training.tiny_run import make_config, run
@@ -48,7 +48,7 @@ def test_mlflow_has_what_the_lines_have_and_a_resumed_run_goes_on(tmp_path, mlfl
     assert kept.data.params["optimizer.method"] == "adamw"
     assert kept.data.params["train.steps"] == "4"  # settings stay those of the first start
     history = mlflow.get_metric_history(name["run"], "validation/error")
-    lines = reporting.read_metrics(Workdir(folder).metrics)
+    lines = metrics_writer.read_metrics(Workdir(folder).metrics)
     expected = [(x["step"], x["error"]) for x in lines if x["split"] == "validation"]
     assert [x.step for x in history] == [step for step, _ in expected]
     assert [x.value for x in history] == pytest.approx([error for _, error in expected])
@@ -83,8 +83,8 @@ def test_a_tracker_that_cannot_start_is_refused_before_a_step(tmp_path, monkeypa
 def test_a_tracker_without_its_package_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with refused(ConfigError, "mlflow-skinny", value="mlflow"):
-        trackers.check_tracker("mlflow")
-    trackers.check_tracker("")
+        metrics_writer.check_tracker("mlflow")
+    metrics_writer.check_tracker("")
 
 
 @pytest.mark.parametrize("fails", ["add", "close"])
@@ -106,8 +106,8 @@ def test_training_continues_if_a_tracker_fails(tmp_path, monkeypatch, caplog, fa
             if fails == "close":
                 raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(trackers, "_MLflow", Failing)
-    monkeypatch.setattr(trackers, "check_tracker", lambda name: None)
+    monkeypatch.setattr(metrics_writer, "_MLflow", Failing)
+    monkeypatch.setattr(metrics_writer, "check_tracker", lambda name: None)
     told = run(tmp_path / "told", config_of("mlflow", 8))
     alone = run(tmp_path / "alone", config_of("", 8))
     assert len(heard) == (1 if fails == "add" else 6)  # 4 intervals, 2 evaluations

@@ -1,30 +1,296 @@
-"""Metrics of a run: log lines, WORKDIR/metrics.jsonl, TensorBoard and a progress bar.
+"""Metrics of a run: log lines, WORKDIR/metrics.jsonl, TensorBoard, trackers and a progress bar.
 
 Each line of metrics.jsonl is a JSON object: step, split ("train" or "validation") and the metrics
 by name; a value that is not finite is null. Only process 0 writes.
 """
 
 import contextlib
+import importlib
 import json
 import math
+import os
 import resource
+import secrets
+import socket
 import sys
+import tempfile
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import jax
+import numpy as np
 import tqdm
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
-from convbert_jax.config import UserError
-from convbert_jax.files import DamagedFileError, damaged, parse_json, read_json_lines, replacing
-from convbert_jax.training.reports.tensorboard import EventFile
-from convbert_jax.training.reports.timing import format_seconds
-from convbert_jax.training.reports.trackers import Tracker
-from convbert_jax.training.task import Task
+from convbert_jax import storage
+from convbert_jax.config import Config, ConfigError, UserError, to_dict
+from convbert_jax.storage import DamagedFileError, damaged, parse_json, read_json_lines, replacing
+from convbert_jax.training import partitioning
+from convbert_jax.training.timing import format_seconds
+from convbert_jax.training.train_step import Metrics, Task
 from convbert_jax.workdir import Workdir
+
+INTERVAL_KEY = "interval"  # stored next to the fields of the data position
+
+
+def interval_to_json(totals: Metrics | None) -> dict[str, Any]:
+    """Converts sums to JSON exactly: JSON round-trips doubles, which represent every float32."""
+    if totals is None:
+        return {}
+    pairs = jax.device_get(totals)
+    return {
+        INTERVAL_KEY: {name: [np.asarray(a).tolist() for a in pair] for name, pair in pairs.items()}
+    }
+
+
+def interval_from_json(kept: dict[str, Any], like: Metrics) -> Metrics | None:
+    """Restores the sums with the shardings of `like`.
+
+    Logs a warning and returns None if the names or shapes of the metrics have changed.
+    """
+    try:
+        pairs = {
+            name: tuple(np.asarray(k, a.dtype) for k, a in zip(kept[name], like[name], strict=True))
+            for name in like.keys() | kept.keys()
+        }
+    except (KeyError, TypeError, ValueError):
+        pairs = {}
+    if jax.tree.map(np.shape, pairs) != jax.tree.map(np.shape, dict(like)):
+        logging.warning("The metrics have changed; the log interval restarts at this checkpoint.")
+        return None
+    return partitioning.put_params(pairs, jax.tree.map(lambda a: a.sharding, dict(like)))
+
+
+@contextlib.contextmanager
+def _as_if_absent(package: str) -> Iterator[None]:
+    """Makes imports of `package` fail within the block, unless it is already loaded."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # makes its import raise ImportError
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+
+
+# tensorboardX imports PyTorch if installed, only for type annotations. That takes two seconds.
+with _as_if_absent("torch"):
+    from tensorboardX import summary
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.record_writer import RecordWriter
+
+_FLUSH_SECONDS = 60  # between flushes, which wait for the disk
+
+
+class EventFile:
+    """A TensorBoard event file, written synchronously.
+
+    The thread of tensorboardX's `SummaryWriter` dies silently on a full disk or if the clock is set
+    back. Its queue then fills up and blocks the caller forever.
+    """
+
+    def __init__(self, folder: epath.Path, *, purge_step: int):
+        """Creates a file in `folder`; TensorBoard ignores events of older files from `purge_step`.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        # Random: another run may start within the same second, and the name must not be a symlink.
+        unique = f"{socket.gethostname()}.{secrets.token_hex(8)}"
+        name = f"events.out.tfevents.{time.time():017.6f}.{unique}"
+        self._local, self._place = folder / name, folder / name
+        if storage.is_remote(folder):  # RecordWriter needs a local file, which is copied
+            self._folder = tempfile.TemporaryDirectory()
+            self._local = Path(self._folder.name) / name
+        self._file = RecordWriter(str(self._local))
+        self._flushed = time.monotonic()
+        self._write(Event(step=purge_step, file_version="brain.Event:2"))
+        start = SessionLog(status=SessionLog.START)
+        self._write(Event(step=purge_step, session_log=start))
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds the values of a step by name; raises OSError if they cannot be written."""
+        for name, value in values.items():
+            self._write(Event(step=step, summary=summary.scalar(name, value)))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Flushes and closes the file; raises OSError if it cannot be written."""
+        try:
+            self._flush()
+        finally:
+            self._file.close()
+
+    def _flush(self) -> None:
+        self._file.flush()
+        if self._local != self._place:
+            storage.copy(self._local, self._place)
+
+    def _write(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._file.write(event.SerializeToString())
+
+
+_PROJECT = "convbert_jax"  # default project or experiment
+_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
+
+# Characters of a parameter, and parameters of a request, that every MLflow server accepts.
+_LONGEST, _MOST_PARAMS = 500, 100
+
+
+class Tracker(Protocol):
+    """Receiver of a run's metrics."""
+
+    def add(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def tracking(config: Config, workdir: Workdir) -> Iterator[Tracker | None]:
+    """Starts the tracker of `config.train.tracker` with the run's config; yields None if empty.
+
+    Raises:
+      ConfigError: the tracker's package is not installed, or the tracker cannot start.
+    """
+    name = config.train.tracker
+    if not name:
+        yield None
+        return
+    check_tracker(name)
+    run = None
+    with contextlib.suppress(FileNotFoundError):
+        remedy = "remove it to start a new tracker run"
+        fields = {"tracker": str, "run": str}
+        known = storage.read_json(workdir.tracker, remedy=remedy, fields=fields)
+        run = known["run"] if known["tracker"] == name else None
+    begin = {"wandb": _WeightsAndBiases, "mlflow": _MLflow}[name]
+    try:
+        tracker = begin(config, workdir, run)
+    except Exception as error:  # trackers define many classes
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ConfigError(
+            f"config.train.tracker='{name}' cannot start: {first}. Set its environment variables "
+            "(WANDB_MODE=offline, MLFLOW_TRACKING_URI=…), or leave config.train.tracker empty.",
+            field="config.train.tracker",
+            value=name,
+        ) from error
+    storage.write_json(workdir.tracker, {"tracker": name, "run": tracker.run})
+    patient = _Patient(name, tracker)
+    try:
+        yield patient
+    finally:
+        patient.close()
+
+
+def check_tracker(name: str) -> None:
+    """Raises ConfigError if the package of a tracker is not installed."""
+    if name and importlib.util.find_spec(name) is None:
+        raise ConfigError(
+            f"config.train.tracker='{name}' needs a package. Run pip install {_PACKAGES[name]}, or "
+            "install the extra 'trackers'.",
+            value=name,
+        )
+
+
+class _Patient:
+    """Wrapper that disables a tracker after its first error, so that training continues."""
+
+    def __init__(self, name: str, tracker: Tracker):
+        self._name, self._tracker = name, tracker
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        self._do(f"step {step}", lambda tracker: tracker.add(step, values))
+
+    def close(self) -> None:
+        self._do("the end of the run", lambda tracker: tracker.close())
+        self._tracker = None
+
+    def _do(self, what: str, action) -> None:
+        if self._tracker is None:
+            return
+        try:
+            action(self._tracker)
+        except Exception as error:
+            self._tracker = None
+            logging.warning(
+                "Logging to %s failed at %s (%s); disabled for the rest of this run. metrics.jsonl "
+                "is complete.",
+                self._name,
+                what,
+                (str(error).strip().splitlines() or [type(error).__name__])[0],
+            )
+
+
+class _WeightsAndBiases:
+    def __init__(self, config: Config, workdir: Workdir, run: str | None):
+        wandb = importlib.import_module("wandb")
+        self.run = run or uuid.uuid4().hex[:8]
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or _PROJECT,
+            name=os.environ.get("WANDB_NAME") or config.name,
+            id=self.run,
+            resume="allow",
+            dir=None if storage.is_remote(workdir.path) else str(workdir.path),
+            config=to_dict(config),
+            settings=wandb.Settings(silent=True, disable_code=True, disable_git=True),
+        )
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(self, config: Config, workdir: Workdir, run: str | None):
+        del workdir
+        mlflow = importlib.import_module("mlflow")
+        entities = importlib.import_module("mlflow.entities")
+        self._metric = entities.Metric
+        self._client = mlflow.MlflowClient()
+        if run is None:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT
+            there = self._client.get_experiment_by_name(name)
+            place = there.experiment_id if there else self._client.create_experiment(name)
+            run = self._client.create_run(place, run_name=config.name).info.run_id
+        self.run = run
+        self._client.update_run(run, status="RUNNING")
+        # MLflow parameters are immutable, so settings that a resumed run changes keep old values.
+        known = self._client.get_run(run).data.params
+        params = [
+            entities.Param(name, str(value)[:_LONGEST])
+            for name, value in _flatten(to_dict(config)).items()
+            if name not in known
+        ]
+        for begin in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(run, params=params[begin : begin + _MOST_PARAMS])
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(time.time() * 1e3)
+        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self.run, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self.run)
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
 
 
 class ReportError(UserError):
@@ -64,7 +330,7 @@ class Reporter:
         self._files = contextlib.ExitStack()
         with self._explain():
             drop_later_lines(workdir.metrics, step)
-            self._lines = files.Lines(workdir.metrics)
+            self._lines = storage.Lines(workdir.metrics)
             self._files.callback(self._lines.close)
             self._board = EventFile(workdir.path, purge_step=step + 1)
             self._files.callback(self._board.close)

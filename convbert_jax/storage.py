@@ -1,8 +1,8 @@
 """Reads and writes the package's own files: configs, settings, records, metrics, results.
 
-Errors in files are reported in one sentence, writes are atomic, and symbolic links are not
-followed. A path may be in a bucket (gs://, an `etils.epath`), which has no locks, renames or
-appending; a file appears there when it is complete.
+Errors in files are reported in one sentence, writes are atomic, and symbolic links, which may be
+from an untrusted source, are not followed. A path may be in a bucket (gs://, an `etils.epath`),
+which has no locks, links, renames or appending; a file appears there when it is complete.
 """
 
 import atexit
@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -24,14 +25,84 @@ from typing import IO, Any
 from absl import logging
 from etils import epath
 
-from convbert_jax import links
 from convbert_jax.config import UserError
+
+_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.unfinished$")
+
+
+def temporary_name(path: Path) -> Path:
+    """Returns a unique name in the folder of `path`, for a file that is later renamed to `path`."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.unfinished")
+
+
+def no_follow(path: str, flags: int) -> int:
+    """Opens a file without following symbolic links; an `opener` for `open`.
+
+    Raises:
+      UserError: `path` is a symbolic link.
+    """
+    try:
+        return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UserError(
+                f"{path} is a symbolic link. Replace it by the file itself, or remove it.",
+                path=path,
+            ) from None
+        raise
+
+
+def check_links(folder: Path) -> None:
+    """Checks that no symbolic link in a run folder leads out of it, except to a file.
+
+    A link to a file is harmless: `files.replacing` replaces it and `no_follow` refuses it. The run
+    folder itself may be a link.
+
+    Raises:
+      UserError: such a link exists.
+    """
+    root = os.path.realpath(folder)
+    for entry in _walk(folder):
+        if entry.is_symlink():
+            target = os.path.realpath(entry.path)
+            if os.path.commonpath((root, target)) != root and not os.path.isfile(target):
+                raise UserError(
+                    f"{entry.path} is a symbolic link to {target}, outside the run folder, where "
+                    "nothing may be written. Remove the link, or replace it by a folder.",
+                    path=entry.path,
+                )
+
+
+def remove_temporary(folder: Path, older_than: float = 0.0) -> None:
+    """Removes files below `folder` that a killed process did not rename.
+
+    Args:
+      older_than: seconds since the last write.
+    """
+    for entry in _walk(folder):
+        if _TEMPORARY.search(entry.name):
+            with contextlib.suppress(OSError):
+                age = time.time() - entry.stat(follow_symlinks=False).st_mtime
+                if age >= older_than:
+                    os.unlink(entry.path)
+
+
+def _walk(folder: str | os.PathLike) -> Iterator[os.DirEntry]:
+    """Yields the readable entries below a local folder, without following links."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            yield entry
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(entry.path)
+
 
 # Scheme -> package that `epath` uses without TensorFlow. Other schemes, as s3, are not supported,
 # because Orbax does not mark complete checkpoints there, so partial ones would be restored.
 _BUCKETS = {"gs": "gcsfs"}
+
 # Allowed types of a JSON field: one type, several, or the fields of an object.
 Kinds = type | tuple[type, ...] | Mapping[str, Any]
+
 CHECKSUM = "crc32"  # key of `seal`
 _SEND_EVERY = 60.0  # seconds between two writes of `Lines` into a bucket
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped surrogate
@@ -230,7 +301,7 @@ def replacing(path: epath.Path, mode: str = "wb", *, keep: bool = False) -> Iter
     Raises:
       OSError: the file cannot be written; without `keep` no temporary file remains.
     """
-    unfinished = unfinished_name(path) if keep else links.temporary_name(path)
+    unfinished = unfinished_name(path) if keep else temporary_name(path)
     if is_remote(path):
         with tempfile.NamedTemporaryFile("w" + mode[1:], encoding=_encoding(mode)) as file:
             yield file
@@ -239,7 +310,7 @@ def replacing(path: epath.Path, mode: str = "wb", *, keep: bool = False) -> Iter
         return
     try:
         mode = mode if keep else "x" + mode[1:]
-        with open(unfinished, mode, encoding=_encoding(mode), opener=links.no_follow) as file:
+        with open(unfinished, mode, encoding=_encoding(mode), opener=no_follow) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -276,7 +347,7 @@ class Lines:
             self._text = self._sent = path.read_text() if path.exists() else ""
             self._last = time.monotonic()
         else:
-            self._file = open(path, "a", encoding="utf-8", opener=links.no_follow)  # noqa: SIM115
+            self._file = open(path, "a", encoding="utf-8", opener=no_follow)  # noqa: SIM115
 
     def append(self, line: str) -> None:
         """Appends `line` and a newline.

@@ -14,12 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.config import CheckpointSection, MeshSection
-from convbert_jax.training import sharding
-from convbert_jax.training.checkpoints import checksums
-from convbert_jax.training.checkpoints import reading as checkpoint_reading
-from convbert_jax.training.checkpoints import saving as checkpoint
-from convbert_jax.training.checkpoints.saving import CheckpointError, Checkpoints
-from convbert_jax.training.state import TrainState
+from convbert_jax.training import checkpoints as checkpoints_lib
+from convbert_jax.training import partitioning
+from convbert_jax.training.checkpoints import CheckpointError, Checkpoints
+from convbert_jax.training.train_step import TrainState
 from tests.refusals import refused
 
 SECTION = CheckpointSection(best_metric="auc")
@@ -39,7 +37,7 @@ def make_state(step: int, mesh, seed: int | None = None) -> TrainState:
     params = values(step if seed is None else seed)
     moments = {"mean": jax.tree.map(lambda p: p * 2, params), "count": np.int32(step)}
     state = TrainState(np.int32(step), params, (moments,))
-    return jax.device_put(state, sharding.tree_shardings(state, mesh, sharding.RULES))
+    return jax.device_put(state, partitioning.tree_shardings(state, mesh, partitioning.RULES))
 
 
 def abstract(mesh) -> TrainState:
@@ -58,7 +56,7 @@ def assert_equal(first, second):
 
 @pytest.fixture(scope="module")
 def mesh():
-    return sharding.make_mesh(MeshSection(fsdp=4))
+    return partitioning.make_mesh(MeshSection(fsdp=4))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +88,7 @@ def test_nothing_saved_is_none(tmp_path, mesh):
 
 
 def test_eight_devices_to_one_and_back(saved, mesh, tmp_path):
-    one = sharding.make_mesh(MeshSection(), jax.devices()[:1])
+    one = partitioning.make_mesh(MeshSection(), jax.devices()[:1])
     on_one, position = restore(saved, one)
     assert position == {"position": 30}
     assert int(on_one.step) == 3
@@ -114,7 +112,7 @@ def test_any_mesh_to_any_other(tmp_path):
         ({"data": 8}, {"sequence": 2, "tensor": 4}),
     )):  # fmt: skip
         before, after = (
-            sharding.make_mesh(MeshSection(**{"data": 1} | m)) for m in (first, second)
+            partitioning.make_mesh(MeshSection(**{"data": 1} | m)) for m in (first, second)
         )
         checkpoints = Checkpoints(tmp_path / str(index), CheckpointSection())
         checkpoints.save(make_state(3, before), {"position": 30}, last=True)
@@ -152,7 +150,7 @@ def test_what_is_kept(tmp_path, mesh):
             assert checkpoints.is_best(found) == (step in (2, 3))
         checkpoints.save(make_state(step, mesh, seed=0), {}, found)
     checkpoints.close()
-    assert checkpoint.list_steps(tmp_path) == [3, 4, 8, 9]
+    assert checkpoints_lib.list_steps(tmp_path) == [3, 4, 8, 9]
     reopened = Checkpoints(tmp_path, section)
     assert not reopened.is_best({"auc": 0.89})
     assert reopened.is_best({"auc": 0.91})
@@ -162,7 +160,7 @@ def test_what_is_kept(tmp_path, mesh):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
         checkpoints.save(make_state(step, mesh, seed=0), {}, {"loss": loss})
     checkpoints.close()
-    assert checkpoint.list_steps(tmp_path / "min") == [2, 3]
+    assert checkpoints_lib.list_steps(tmp_path / "min") == [2, 3]
 
 
 def delete(file):
@@ -257,7 +255,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 def test_arrays_without_a_model(saved, mesh):
-    _, arrays = checkpoint_reading.load_arrays(saved, 2)
+    _, arrays = checkpoints_lib.load_arrays(saved, 2)
     expected = make_state(2, mesh)
     assert json.loads(arrays["data"].tobytes()) == {"position": 20}
     assert set(arrays) == {
@@ -274,23 +272,23 @@ def test_arrays_without_a_model(saved, mesh):
         expected.opt_state[0]["mean"]["stages"]["0"]["feed_forward"]["intermediate"]["kernel"],
     )
     with refused(CheckpointError, [1, 2, 3], path=saved / "9"):
-        checkpoint_reading.load_arrays(saved, 9)
+        checkpoints_lib.load_arrays(saved, 9)
 
 
 def test_parameters_alone(saved, mesh, tmp_path):
     shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, values(3)))
     for asked, step in ((None, 3), (1, 1)):
-        found, params = checkpoint_reading.load_params(saved, shapes, asked)
+        found, params = checkpoints_lib.load_params(saved, shapes, asked)
         assert found == step
         assert_equal(params, values(step))
     shapes["head"]["bias"] = jax.ShapeDtypeStruct((9,), jnp.bfloat16)
     with refused(CheckpointError, "head/bias", "bfloat16[8]", "bfloat16[9]", path=saved / "3"):
-        checkpoint_reading.load_params(saved, shapes)
+        checkpoints_lib.load_params(saved, shapes)
     del shapes["head"]
     with refused(CheckpointError, "head/bias", "bfloat16[8]", path=saved / "3"):
-        checkpoint_reading.load_params(saved, shapes)
+        checkpoints_lib.load_params(saved, shapes)
     with refused(CheckpointError, path=tmp_path):
-        checkpoint_reading.load_params(tmp_path, shapes)
+        checkpoints_lib.load_params(tmp_path, shapes)
 
 
 def test_without_a_name_the_newest_whole_one_is_read(folder, caplog):
@@ -298,16 +296,16 @@ def test_without_a_name_the_newest_whole_one_is_read(folder, caplog):
     for file in (folder / "3" / "params").glob("ocdbt.process_0/d/*"):
         flip(file)
     before = sorted(folder.rglob("*"))
-    step, params = checkpoint_reading.load_params(folder, shapes)
+    step, params = checkpoints_lib.load_params(folder, shapes)
     assert step == 2
     assert_equal(params, values(2))
     assert str(folder / "3") in caplog.text
     with refused(CheckpointError, [1, 2, 3], path=folder / "3"):
-        checkpoint_reading.load_params(folder, shapes, 3)
+        checkpoints_lib.load_params(folder, shapes, 3)
     for file in folder.glob("[12]/params/ocdbt.process_0/d/*"):
         flip(file)
     with refused(CheckpointError, 3, path=folder):
-        checkpoint_reading.load_params(folder, shapes)
+        checkpoints_lib.load_params(folder, shapes)
     assert sorted(folder.rglob("*")) == before, "a reader changes nothing"
 
 
@@ -341,7 +339,9 @@ def test_host_and_device_have_the_same_checksum():
         ((2**20 + 3,), np.uint8),
     ):
         array = np.random.default_rng(1).normal(size=shape, scale=50).astype(dtype)
-        assert checksums.sum_host_bits(array) == int(checksums.sum_bits(jnp.asarray(array))), dtype
+        assert checkpoints_lib.sum_host_bits(array) == int(
+            checkpoints_lib.sum_bits(jnp.asarray(array))
+        ), dtype
 
 
 @settings(deadline=None, max_examples=25)
@@ -352,14 +352,14 @@ def test_host_and_device_have_the_same_checksum():
 )
 def test_checksums_see_any_bit_and_any_exchange(index, bit, other):
     array = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
-    before = int(checksums.sum_bits(array))
+    before = int(checkpoints_lib.sum_bits(array))
     flipped = array.copy().view(np.uint32)
     flipped.reshape(-1)[index] ^= np.uint32(1) << np.uint32(bit)
-    assert int(checksums.sum_bits(flipped.view(np.float32))) != before
+    assert int(checkpoints_lib.sum_bits(flipped.view(np.float32))) != before
     if index != other:
         exchanged = array.copy().reshape(-1)
         exchanged[[index, other]] = exchanged[[other, index]]
-        assert int(checksums.sum_bits(exchanged.reshape(8, 64))) != before
+        assert int(checkpoints_lib.sum_bits(exchanged.reshape(8, 64))) != before
 
 
 def test_a_full_disk_is_one_sentence_however_often_it_is_told(tmp_path, mesh, monkeypatch):

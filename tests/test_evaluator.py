@@ -6,8 +6,8 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 
-from convbert_jax.interfaces.evaluator import Evaluator
-from convbert_jax.training.evaluation import fetch
+from convbert_jax.interfaces import Evaluator
+from convbert_jax.training.loop import fetch_outputs
 
 TEXTS = [
     ("the cat sat on the mat", "the cat is on the mat"),
@@ -56,7 +56,7 @@ def test_outputs_are_fetched_in_order_while_more_are_on_their_way():
                 begun.append(number)
                 yield number, {"values": jnp.full(2, number)}
 
-        for number, outputs in fetch(run(), ahead=ahead):
+        for number, outputs in fetch_outputs(run(), ahead=ahead):
             most = max(most, len(begun) - len(fetched))
             assert isinstance(outputs["values"], np.ndarray)
             assert outputs["values"].tolist() == [number] * 2

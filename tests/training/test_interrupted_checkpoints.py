@@ -11,10 +11,10 @@ import pytest
 
 from convbert_jax import interrupts
 from convbert_jax.config import CheckpointSection
-from convbert_jax.training.checkpoints import reading
-from convbert_jax.training.checkpoints.saving import Checkpoints
+from convbert_jax.training import checkpoints as checkpoints_lib
+from convbert_jax.training.checkpoints import Checkpoints
 from convbert_jax.workdir import list_steps
-from tests.training.checkpoints.test_checkpoint import (
+from tests.training.test_checkpoints import (
     delete,
     folder,
     make_state,
@@ -31,7 +31,7 @@ ANSWERS = ((signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "Stopped"))
 
 def load_params(folder, mesh):
     shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, values(3)))
-    return reading.load_params(folder, shapes)
+    return checkpoints_lib.load_params(folder, shapes)
 
 
 def save(folder, mesh):
@@ -44,8 +44,8 @@ def save(folder, mesh):
 
 USES = {
     "load_params": load_params,
-    "load_arrays": lambda folder, mesh: reading.load_arrays(folder),
-    "of_one_step": lambda folder, mesh: reading.load_arrays(folder, 3),
+    "load_arrays": lambda folder, mesh: checkpoints_lib.load_arrays(folder),
+    "of_one_step": lambda folder, mesh: checkpoints_lib.load_arrays(folder, 3),
     "restore": restore,
     "save": save,
 }
@@ -107,14 +107,14 @@ def test_no_signal_is_lost(saved, mesh, tmp_path, caplog, use):
 
 
 def test_a_fault_that_passes_is_no_damage(folder, mesh, monkeypatch):
-    read, failures = reading._read, [ValueError("too many open files")]
+    read, failures = checkpoints_lib._read, [ValueError("too many open files")]
 
     def fail_once(*arguments):
         if failures:
             raise failures.pop()
         return read(*arguments)
 
-    monkeypatch.setattr(reading, "_read", fail_once)
+    monkeypatch.setattr(checkpoints_lib, "_read", fail_once)
     assert int(restore(folder, mesh)[0].step) == 3
     assert not failures
     assert list_steps(folder) == [1, 2, 3]
@@ -122,13 +122,13 @@ def test_a_fault_that_passes_is_no_damage(folder, mesh, monkeypatch):
 
 def test_a_signal_while_reading_damage_renames_nothing(folder, mesh, monkeypatch):
     delete(folder / "3" / "params" / "_METADATA")
-    read = reading._read
+    read = checkpoints_lib._read
 
     def interrupted(*arguments):
         signal.raise_signal(signal.SIGTERM)
         return read(*arguments)
 
-    monkeypatch.setattr(reading, "_read", interrupted)
+    monkeypatch.setattr(checkpoints_lib, "_read", interrupted)
     with interrupts.handled(), pytest.raises(interrupts.Stopped):
         restore(folder, mesh)
     assert list_steps(folder) == [1, 2, 3]

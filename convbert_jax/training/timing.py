@@ -9,7 +9,7 @@ import jax
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import storage
 from convbert_jax.config import TrainSection
 
 
@@ -75,7 +75,7 @@ class Profiler:
 
     def before(self, step: int) -> None:
         if self._first and step == self._first:
-            place = self._written.enter_context(files.written_locally(self._folder))
+            place = self._written.enter_context(storage.written_locally(self._folder))
             jax.profiler.start_trace(place)
             self._running = True
 

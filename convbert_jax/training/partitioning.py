@@ -1,24 +1,47 @@
 """Device mesh, batch sharding, and parameter sharding by path.
 
-A task provides the partition rules (`interfaces/placement.py`): regular expressions over parameter
-paths. The first match applies; a parameter without a match is an error. Optimizer moments have the
-paths of their parameters, so the same rules apply to them.
+A task provides the partition rules (`interfaces.Rules`): regular expressions over parameter paths.
+The first match applies; a parameter without a match is an error. Optimizer moments have the paths
+of their parameters, so the same rules apply to them.
 """
 
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from convbert_jax.config import MeshSection, UserError
-from convbert_jax.interfaces.batch import Batch
-from convbert_jax.interfaces.placement import REPLICATED, Rules, Split
-from convbert_jax.training.state import parameter_path
+from convbert_jax.interfaces import REPLICATED, Batch, Rules, Split
+
+Params = dict[str, Any]  # nested dict of float32 arrays
+
+
+def parameter_path(path: tuple) -> str:
+    """Joins the dict keys of a JAX key path, for example `encoder/stages/0/query/kernel`.
+
+    Other containers are ignored, so a parameter and its optimizer moments have the same path.
+    """
+    keys = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
+    return "/".join(map(str, keys))
+
+
+def flatten_params(params: Params) -> dict[str, jax.Array]:
+    """Returns path -> leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {parameter_path(path): leaf for path, leaf in leaves}
+
+
+def count_params(params: Params) -> int:
+    """Counts the scalars in a tree of arrays or `jax.ShapeDtypeStruct`s."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
 
 AXES = ("data", "fsdp", "tensor", "sequence")
+
 BATCH_AXES = ("data", "fsdp")
 
 
@@ -37,6 +60,7 @@ RULES: Rules = (
 )
 
 _STACKED = re.compile(r"(^|/)stages/[^/]+/")  # leaves with a leading axis of layers
+
 _SMALL = 2**14  # values per layer; smaller tensors are cheaper to replicate than to gather
 
 
@@ -112,7 +136,7 @@ def check_batch_size(
     """Checks that a batch splits evenly over devices, microbatches and replicas.
 
     Args:
-      replicas: `Learning.replicas`.
+      replicas: `TrainStepConfig.replicas`.
       field: name of the setting that defines the batch size.
 
     Raises:
@@ -162,7 +186,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def behind_runs(sharding: NamedSharding) -> NamedSharding:
+def with_leading_axis(sharding: NamedSharding) -> NamedSharding:
     """Prepends an unsharded axis of runs to a sharding."""
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 

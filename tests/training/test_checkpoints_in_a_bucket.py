@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from convbert_jax.training.checkpoints import reading
+from convbert_jax.training import checkpoints
 from convbert_jax.workdir import Workdir
 from tests.buckets import objects, server
 from tests.refusals import refused
@@ -37,7 +37,7 @@ def test_killed_in_a_save_it_goes_on_to_the_same_bits(workdir, server, caplog, t
 
     server.fault = look
     tiny_run.run(workdir.path)
-    whole = reading.load_arrays(workdir.checkpoints, 12)[1]
+    whole = checkpoints.load_arrays(workdir.checkpoints, 12)[1]
     server.fault = lambda method, name: None
     shutil.rmtree(server.folder)
     cut.rename(server.folder)
@@ -45,18 +45,18 @@ def test_killed_in_a_save_it_goes_on_to_the_same_bits(workdir, server, caplog, t
     assert tiny_run.run(workdir.path).step == 12
     assert any(8 in r.args or "8" in r.args for r in caplog.records), caplog.text
     assert workdir.steps() == [4, 8, 12]
-    assert_same(reading.load_arrays(workdir.checkpoints, 12)[1], whole)
+    assert_same(checkpoints.load_arrays(workdir.checkpoints, 12)[1], whole)
 
 
 def test_a_damaged_one_is_passed_over_and_its_step_saved_again(workdir, server, caplog):
     tiny_run.run(workdir.path)
-    whole = reading.load_arrays(workdir.checkpoints, 12)[1]
+    whole = checkpoints.load_arrays(workdir.checkpoints, 12)[1]
     for part in (server.folder / "run" / "checkpoints" / "12" / "params").glob("**/d/*"):
         part.write_bytes(part.read_bytes()[:-9])
     assert tiny_run.run(workdir.path).step == 12
     assert "gs://bucket/run/checkpoints/12 " in caplog.text
     assert workdir.steps() == [4, 8, 12]
-    assert_same(reading.load_arrays(workdir.checkpoints, 12)[1], whole)
+    assert_same(checkpoints.load_arrays(workdir.checkpoints, 12)[1], whole)
     tiny_run.run(workdir.path)
     assert (workdir.checkpoints / "damaged-12" / "params").is_dir(), "nothing of it is deleted"
 
@@ -95,7 +95,7 @@ def test_a_bucket_that_always_refuses_ends_the_run_in_a_sentence(workdir, server
     tiny_run.run(workdir.path, tiny_run.make_config(4))
     server.fault = lambda method, name: 403 if method == "POST" else None
     place = "gs://bucket/run/checkpoints"
-    with refused(reading.CheckpointError, "step 16", "Forbidden", "step 4", path=place):
+    with refused(checkpoints.CheckpointError, "step 16", "Forbidden", "step 4", path=place):
         tiny_run.run(workdir.path, tiny_run.make_config(24))
     server.fault = lambda method, name: None
     assert tiny_run.run(workdir.path, tiny_run.make_config(8)).step == 8
@@ -104,7 +104,7 @@ def test_a_bucket_that_always_refuses_ends_the_run_in_a_sentence(workdir, server
 def test_a_bucket_that_cannot_be_read_now_keeps_its_newest(workdir, server):
     tiny_run.run(workdir.path)
     server.fault = lambda method, name: 403 if method == "GET" and "/12/" in name else None
-    with refused(reading.StorageError, "gs://bucket/run/checkpoints/12"):
+    with refused(checkpoints.StorageError, "gs://bucket/run/checkpoints/12"):
         tiny_run.run(workdir.path, tiny_run.make_config(16))
     server.fault = lambda method, name: None
     assert workdir.steps() == [4, 8, 12]

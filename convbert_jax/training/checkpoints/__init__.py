@@ -1,1 +1,0 @@
-"""Saving, restoring and verifying checkpoints."""

@@ -1,1 +1,0 @@
-"""Runtime environment of a run: devices, signals, compilation cache, watchdog."""

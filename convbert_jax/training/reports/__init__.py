@@ -1,1 +1,0 @@
-"""Logging, metrics files, trackers and profiling of a run."""
