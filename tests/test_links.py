@@ -8,7 +8,7 @@ import pytest
 from convbert_jax import storage
 from convbert_jax.config import Config, UserError
 from convbert_jax.data.prepared import lock
-from convbert_jax.doctor import disk
+from convbert_jax.doctor import checks
 from convbert_jax.recipes.reports import page as report_page
 from convbert_jax.sweeps.table import Folder
 from convbert_jax.training.metrics_writer import EventFile
@@ -88,7 +88,7 @@ def test_names_of_other_files_cannot_be_guessed(run, monkeypatch):
     names = set()
     for _ in range(2):
         EventFile(run, purge_step=1).close()
-        with disk.probe(run) as path:
+        with checks.probe(run) as path:
             names.add(path.name)
     names |= {path.name for path in run.iterdir()}
     assert len(names) == 4

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from convbert_jax import command_line, doctor, main
 from convbert_jax.config import ConfigError
-from convbert_jax.doctor import examination, processes, versions
-from convbert_jax.doctor.finding import Finding, wrong
+from convbert_jax.doctor import checks, run_checks
+from convbert_jax.doctor.checks import Finding, wrong
 from convbert_jax.training import distributed
 from convbert_jax.workdir import Workdir
 from tests.refusals import refused
@@ -121,7 +121,7 @@ def test_an_override_without_a_config_is_refused():
 
 def test_a_jax_that_cannot_be_loaded_ends_the_list(capsys, monkeypatch):
     fault = wrong("jax", "it cannot be loaded (jaxlib is too old)", "pip install -U jax")
-    monkeypatch.setattr(versions, "fault_of_jax", lambda: fault)
+    monkeypatch.setattr(checks, "fault_of_jax", lambda: fault)
     monkeypatch.setattr(doctor, "fault_of_jax", lambda: fault)
     code, lines, error = examine(capsys, "--config=configs/tiny.py", "--multihost")
     assert code == 1
@@ -134,7 +134,7 @@ def test_a_fault_of_a_check_does_not_hide_the_others(capsys, monkeypatch):
     def broken(*_, **__):
         raise AssertionError("my own fault")
 
-    monkeypatch.setattr(examination.host, "check_host", broken)
+    monkeypatch.setattr(checks, "check_host", broken)
     code, lines, _ = examine(capsys, "--config=configs/tiny.py")
     assert code == 1
     assert "AssertionError: my own fault" in lines["host"]
@@ -147,11 +147,14 @@ def test_a_device_that_does_not_answer_does_not_keep_the_program():
         "import threading, jax, sys\n"
         "from jax._src import xla_bridge\n"
         "from convbert_jax import command_line, main\n"
-        "from convbert_jax.doctor import devices, examination\n"
+        "from convbert_jax.doctor import checks, run_checks\n"
         "def hang(*_):\n"
         "    with xla_bridge._backend_lock:\n"
         "        threading.Event().wait()\n"
-        "devices.check_devices, examination._DEVICES = hang, 0.5\n"
+        "run_checks.check_devices = hang\n"
+        "(devices,) = [c for c in checks.CHECKS if c.name == 'devices']\n"
+        "(host,) = [c for c in checks.CHECKS if c.name == 'host']\n"
+        "checks.CHECKS = (devices._replace(limit=0.5), host)\n"
         "main.main(command_line.read(['main.py', '--mode=doctor']))\n"
     )
     end = subprocess.run(
@@ -191,7 +194,7 @@ RECORDS = st.lists(
 def test_what_is_judged_wrong_is_what_is(records, data):
     clocks = data.draw(st.lists(CLOCK, min_size=len(records), max_size=len(records)))
     clocks[0] = (0.0, 0.0)
-    found = processes._judge(records, workdir="W", clocks=clocks)
+    found = run_checks._compare_records(records, workdir="W", clocks=clocks)
     found = [Finding(**each) for each in found]
     said = [str(each) for each in found if each.state != "good"]
     ill = [i for i, each in enumerate(records) if i and each and each["findings"]]
@@ -214,7 +217,9 @@ def test_what_is_judged_wrong_is_what_is(records, data):
 
 
 def test_processes_that_agree_are_good():
-    found = processes._judge([record(), record()], workdir="W", clocks=[(0.0, 0.0), (0.2, 0.01)])
+    found = run_checks._compare_records(
+        [record(), record()], workdir="W", clocks=[(0.0, 0.0), (0.2, 0.01)]
+    )
     assert [(f["name"], f["state"]) for f in found] == [
         (name, "good") for name in ("processes", "workdir", "clocks")
     ]

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.config import Config, ConfigError
-from convbert_jax.doctor import accelerators, devices, finding, host, versions
+from convbert_jax.doctor import checks, run_checks
 from convbert_jax.machine import Accelerators, cgroup_limits, find_accelerators, multiplies_bfloat16
 
 GIB = 2**30
+NOTHING = checks.Subject(None, None)
 
 
 def write(root: pathlib.Path, files: dict[str, str]) -> pathlib.Path:
@@ -51,39 +52,40 @@ def installed(monkeypatch, **changed: str | None):
     [ZeroDivisionError("by zero\nsecond line"), SystemExit(3), KeyboardInterrupt(), OSError()],
 )
 def test_a_check_that_raises_is_a_finding(error):
-    def check():
+    def check(subject):
         raise error
 
-    (found,) = finding.run("sums", check, limit=5)
+    (found,) = checks.run_check(checks.Check("sums", check, 5), NOTHING)
     assert (found.name, found.state) == ("sums", "wrong")
     assert type(error).__name__ in found.text
     assert "second line" not in str(found)
 
 
 def test_an_error_that_the_user_can_fix_is_printed_unchanged():
-    def check():
+    def check(subject):
         raise ConfigError("config.seed=x must be a number.")
 
-    (found,) = finding.run("start", check, limit=5)
+    (found,) = checks.run_check(checks.Check("start", check, 5), NOTHING)
     assert str(found) == "wrong   start: config.seed=x must be a number."
 
 
 @pytest.mark.parametrize("late", ["wrong", "warning"])
 def test_a_check_that_hangs_is_a_finding(late):
     gate = threading.Event()
-    (found,) = finding.run("devices", gate.wait, limit=0.05, late=late)
+    check = checks.Check("devices", lambda subject: gate.wait(), 0.05, late)
+    (found,) = checks.run_check(check, NOTHING)
     assert (found.name, found.state) == ("devices", late)
-    assert finding.is_stuck()
+    assert checks.is_stuck()
     gate.set()
-    for thread in finding._threads:
+    for thread in checks._threads:
         thread.join(5)
-    assert not finding.is_stuck()
+    assert not checks.is_stuck()
 
 
 @settings(max_examples=30)
-@given(*[st.text(max_size=20)] * 3, st.sampled_from(finding.STATES))
+@given(*[st.text(max_size=20)] * 3, st.sampled_from(checks.STATES))
 def test_a_finding_is_one_line(name, text, fix, state):
-    said = str(finding.Finding(name, state, text, fix))
+    said = str(checks.Finding(name, state, text, fix))
     assert len(said.splitlines()) == 1
     assert said.split()[0] == state
 
@@ -92,7 +94,7 @@ def test_a_finding_is_one_line(name, text, fix, state):
 
 
 def test_what_is_installed_here_can_run():
-    found = {f.name: f for f in versions.check_versions(tpu_here=False)}
+    found = {f.name: f for f in checks.check_versions(tpu_here=False)}
     assert [f for f in found.values() if f.state == "wrong"] == []
     assert found["Python"].text.startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
     assert found["packages"].state == "good"
@@ -102,7 +104,7 @@ def test_versions_that_do_not_fit_are_named_with_a_fix(monkeypatch):
     def check(name, tpu_here=False, **changed):
         with monkeypatch.context() as patch:
             installed(patch, **changed)
-            (found,) = [f for f in versions.check_versions(tpu_here=tpu_here) if f.name == name]
+            (found,) = [f for f in checks.check_versions(tpu_here=tpu_here) if f.name == name]
         return found
 
     found = check("jax", jaxlib="0.4.1", libtpu=None)
@@ -124,18 +126,18 @@ def test_versions_that_do_not_fit_are_named_with_a_fix(monkeypatch):
 
 def test_requirements_of_other_pythons_and_extras_do_not_count():
     asked = ["flax>=99; python_version < '3'", "libtpu==9; extra == 'tpu'", "numpy<1"]
-    assert [wanted for wanted, _ in versions.unmet(asked, "")] == ["numpy<1"]
-    assert [wanted for wanted, _ in versions.unmet(asked, "tpu")] == ["libtpu==9", "numpy<1"]
+    assert [wanted for wanted, _ in checks.unmet(asked, "")] == ["numpy<1"]
+    assert [wanted for wanted, _ in checks.unmet(asked, "tpu")] == ["libtpu==9", "numpy<1"]
 
 
 def test_a_jax_that_cannot_be_loaded_is_a_finding(monkeypatch):
-    assert versions.fault_of_jax() is None
+    assert checks.fault_of_jax() is None
 
     def refuse(name):
         raise RuntimeError("jaxlib is version 0.4.1, but this version of jax requires >= 0.10.")
 
-    monkeypatch.setattr(versions.importlib, "import_module", refuse)
-    assert "jaxlib is version 0.4.1" in versions.fault_of_jax().text
+    monkeypatch.setattr(checks.importlib, "import_module", refuse)
+    assert "jaxlib is version 0.4.1" in checks.fault_of_jax().text
 
 
 def test_the_doctor_itself_needs_no_jax():
@@ -211,14 +213,14 @@ def machine(tmp_path, *, free: int, limit: int | str = "max", cpus: str = "max 1
 def test_a_container_with_too_little_is_warned_of(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
     root = machine(tmp_path / "a", free=64 * GIB, limit=3 * GIB, cpus="100000 100000")
-    memory, cpus = host.check_host(0, 0, root)
+    memory, cpus = checks.check_host(0, 0, root)
     assert (memory.name, memory.state) == ("memory", "warning")
     assert memory.text.count("3.0 GiB") == 2  # free memory and the container's limit
     assert (cpus.name, cpus.state) == ("CPUs", "warning")
     assert [int(n) for n in re.findall(r"\d+", cpus.text)] == [1, 16]
     root = machine(tmp_path / "b", free=64 * GIB)
-    assert [f.state for f in host.check_host(10**9, 16, root)] == ["good", "good"]
-    assert [f.state for f in host.check_host(6 * 10**9, 17, root)] == ["warning", "warning"]
+    assert [f.state for f in checks.check_host(10**9, 16, root)] == ["good", "good"]
+    assert [f.state for f in checks.check_host(6 * 10**9, 17, root)] == ["warning", "warning"]
 
 
 # Accelerators
@@ -231,14 +233,14 @@ def tpu(tmp_path) -> pathlib.Path:
 def test_a_machine_without_any(tmp_path):
     found = find_accelerators(tmp_path)
     assert found == Accelerators((), "")
-    (said,) = accelerators.check(found, tmp_path)
+    (said,) = checks.check_accelerators(found, tmp_path)
     assert said.state == "good"
 
 
 def test_who_holds_the_tpu_is_named(tmp_path, monkeypatch):
     installed(monkeypatch, libtpu="0.0.42")
     root = tpu(tmp_path)
-    (said,) = accelerators.check(find_accelerators(root), root)
+    (said,) = checks.check_accelerators(find_accelerators(root), root)
     assert (said.name, said.state) == ("TPU", "good")
     for pid, path in (
         (4321, root / "dev/accel1"),
@@ -247,7 +249,7 @@ def test_who_holds_the_tpu_is_named(tmp_path, monkeypatch):
     ):
         write(root, {f"proc/{pid}/comm": "python3\n", f"proc/{pid}/fd/keep": ""})
         (root / f"proc/{pid}/fd/7").symlink_to(path)
-    (said,) = accelerators.check(find_accelerators(root), root)
+    (said,) = checks.check_accelerators(find_accelerators(root), root)
     assert said.state == "wrong"
     assert "4321 (python3)" in said.text
     assert "kill 4321" in said.fix
@@ -261,18 +263,18 @@ def test_a_real_process_that_has_a_file_open_is_found(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE)
     try:
         process.stdout.readline()
-        assert process.pid in accelerators.holders([file], pathlib.Path("/"))
+        assert process.pid in checks.find_holders([file], pathlib.Path("/"))
     finally:
         process.kill()
         process.wait()
     with file.open():  # this process is not counted
-        assert accelerators.holders([file], pathlib.Path("/")) == {}
+        assert checks.find_holders([file], pathlib.Path("/")) == {}
 
 
 def test_a_tpu_without_libtpu_is_told(tmp_path, monkeypatch):
     installed(monkeypatch, libtpu=None)
     root = tpu(tmp_path)
-    (said,) = accelerators.check(find_accelerators(root), root)
+    (said,) = checks.check_accelerators(find_accelerators(root), root)
     assert (said.state, said.fix) == ("wrong", "pip install '.[tpu]'")
 
 
@@ -300,14 +302,14 @@ def test_drivers_of_nvidia(tmp_path, monkeypatch):
             installed(patch, **none | ({plugin: "0.10.2"} if plugin else {}))
             found = find_accelerators(root)
             assert found.driver == driver
-            (said,) = accelerators.check(found, root)
+            (said,) = checks.check_accelerators(found, root)
         assert (said.name, said.state) == ("NVIDIA", state)
         assert driver in said.text
 
 
 def test_devices_compute_and_fulfil_the_platform():
     here = Accelerators((), "")
-    found = devices.check_devices(Config(), here)
+    found = run_checks.check_devices(Config(), here)
     assert [f.state for f in found] == ["good", "good"]
     assert f"{jax.local_device_count()} x " in found[0].text
 
@@ -316,16 +318,16 @@ def test_devices_compute_and_fulfil_the_platform():
 def test_devices_that_are_not_what_was_meant():
     config = Config(platform="tpu")
     chips = Accelerators((pathlib.Path("/dev/accel0"),), "")
-    found = devices.check_devices(config, chips)
+    found = run_checks.check_devices(config, chips)
     assert [(f.name, f.state) for f in found[1:]] == [("TPU", "wrong"), ("platform", "wrong")]
     driver = Accelerators((), "535.1")
-    found = devices.check_devices(None, driver)
+    found = run_checks.check_devices(None, driver)
     assert [(f.name, f.state) for f in found[1:]] == [("NVIDIA", "warning")]
 
 
 def test_a_device_that_computes_wrong_numbers_is_told(monkeypatch):
-    monkeypatch.setattr(devices.jax, "jit", lambda f: lambda x: 139.0)
-    (found,) = devices.check_devices(None, Accelerators((), ""))
+    monkeypatch.setattr(run_checks.jax, "jit", lambda f: lambda x: 139.0)
+    (found,) = run_checks.check_devices(None, Accelerators((), ""))
     assert found.state == "wrong"
     assert "= 139.0" in found.text
 

@@ -130,6 +130,7 @@ def test_errors_before_long_work(refused_here, tmp_path):
     refused_here((TINY, f"--workdir={tmp_path}/file/run"), f"--workdir={tmp_path}/file/run")
     # there are 8 devices
     refused_here((TINY, folder, "--config.train.batch_size=6"), "config.train.batch_size=6")
+    assert not (tmp_path / "run").exists()  # no data was prepared
     refused_here((TINY, folder, "--multihost"), "--coordinator")
 
 

@@ -11,7 +11,7 @@ from convbert_jax import storage
 from convbert_jax.data import bucket
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.units import write_record
-from convbert_jax.doctor.start import Start
+from convbert_jax.doctor import run_checks
 from convbert_jax.interop.sources import read_tokenizer
 from convbert_jax.recipes import prepared
 from convbert_jax.training import consistency
@@ -161,11 +161,11 @@ def test_a_disk_without_room(published, machine, monkeypatch):
 
 def test_the_doctor_reports_what_is_there(machine, objects, config):
     at = Workdir("unused").data(machine("first"))
-    (before,) = Start(machine("first"), "unused", ()).check_data()
+    (before,) = run_checks.check_data(machine("first"), "unused")
     with refused(DataError, SHARDS):  # a runner's workers cannot access the bucket
         prepared.prepare(machine("first"), at, runner=object())
     prepared.prepare(machine("first"), at)
-    (after,) = Start(machine("second"), "unused", ()).check_data()
+    (after,) = run_checks.check_data(machine("second"), "unused")
     assert config.data.source in before.text
     for part in (SHARDS, "0.00 GB", machine("second").data.cache):
         assert part in after.text
