@@ -310,8 +310,8 @@ def _read(path: pathlib.Path, targets: Mapping[str, Any]) -> dict[str, Any]:
     with make_context():
         metadata = ocp.checkpointables_metadata(path)
         kept = metadata.custom_metadata or {}
-        if "checksums" not in kept:
-            raise ValueError("it has no checksums")
+        if not {"checksums", "arrays"} <= kept.keys():
+            raise ValueError("it has no checksums or no shapes")
         wanted = {
             name: _on_host(metadata.metadata.get(name), name)
             if target is None and name != DATA
@@ -332,9 +332,8 @@ def _on_host(metadata, name: str):
 
 
 def _check_arrays(parts: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-    if "arrays" in kept:  # missing in older checkpoints
-        arrays = {name: part for name, part in parts.items() if name != DATA}
-        _compare(describe_arrays(arrays), kept["arrays"], arrays, "shape or type")
+    arrays = {name: part for name, part in parts.items() if name != DATA}
+    _compare(describe_arrays(arrays), kept["arrays"], arrays, "shape or type")
 
 
 def _compare(found: Mapping, kept: Mapping, parts: Mapping[str, Any], what: str) -> None:

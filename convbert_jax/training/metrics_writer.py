@@ -27,7 +27,7 @@ from absl import logging
 from etils import epath
 
 from convbert_jax import storage
-from convbert_jax.config import Config, ConfigError, UserError, to_dict
+from convbert_jax.config import Config, ConfigError, UserError, changes, to_dict
 from convbert_jax.storage import DamagedFileError, damaged, parse_json, read_json_lines, replacing
 from convbert_jax.training import partitioning
 from convbert_jax.training.timing import format_seconds
@@ -268,7 +268,7 @@ class _MLflow:
         known = self._client.get_run(run).data.params
         params = [
             entities.Param(name, str(value)[:_LONGEST])
-            for name, value in _flatten(to_dict(config)).items()
+            for name, value in changes.flatten(to_dict(config)).items()
             if name not in known
         ]
         for begin in range(0, len(params), _MOST_PARAMS):
@@ -281,16 +281,6 @@ class _MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self.run)
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 class ReportError(UserError):

@@ -318,16 +318,6 @@ def test_a_changed_metric_does_not_make_the_best(folder, caplog):
     checkpoints.close()
 
 
-def test_a_checkpoint_that_says_no_shapes_is_read(folder, mesh):
-    """Checkpoints of earlier versions had no shapes."""
-    file = folder / "3" / "_CHECKPOINT_METADATA"
-    metadata = json.loads(file.read_text())
-    for name in ("arrays", "metrics"):
-        del metadata["custom_metadata"][name]
-    file.write_text(json.dumps(metadata))
-    assert_equal(restore(folder, mesh)[0], make_state(3, mesh))
-
-
 def test_host_and_device_have_the_same_checksum():
     for shape, dtype in (
         ((), np.float32),
