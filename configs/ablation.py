@@ -26,8 +26,8 @@ search: head ratio, share of convolution heads, kernel size, groups and feed-for
     Optuna among encoders with no more parameters and FLOPs than the config's.
 """
 
+from configs.written import DECODER_KERNELS, ENCODER_KERNELS
 from convbert_jax.config.mixers import MIXERS
-from convbert_jax.config.sequences.sizes import DECODER_KERNELS, ENCODER_KERNELS
 from convbert_jax.sweeps import Search, Sweep, SweepError, Variant
 
 # The second width of bnk_gl_sdconv, as fields of config.model. head_ratio must divide the heads of

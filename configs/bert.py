@@ -24,7 +24,7 @@ of `bert` in variants.py except for sentence pairs, and pairs consist of whole s
 
 from configs import variants
 from convbert_jax.config import to_config_dict
-from convbert_jax.config.checks.rules import check_choice
+from convbert_jax.config.fields import check_choice
 
 SIZES = ("base", "base_512", "small")
 

@@ -26,7 +26,7 @@ cores that clipped gradients of base separately is not published.
 
 from configs import variants
 from convbert_jax.config import to_config_dict
-from convbert_jax.config.checks.rules import check_choice
+from convbert_jax.config.fields import check_choice
 
 _SMALL = {"hidden_size": 256, "embedding_size": 128, "heads": 4, "ffn_size": 1_024}
 _MEDIUM = {"hidden_size": 384, "embedding_size": 128, "heads": 8, "ffn_size": 1_536}

@@ -1,7 +1,7 @@
 """Shared code of the fine-tuning configs. The variant is TASK or TASK,paper."""
 
 from convbert_jax.config import to_config_dict
-from convbert_jax.config.checks.rules import check_choice
+from convbert_jax.config.fields import check_choice
 
 VARIANTS = ("default", "paper")
 

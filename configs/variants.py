@@ -28,7 +28,7 @@ counterpart. Use --config.model.stages to keep an attention layer.
 """
 
 from convbert_jax.config import to_config_dict
-from convbert_jax.config.checks.rules import check_choice
+from convbert_jax.config.fields import check_choice
 
 CONVOLUTIONAL = ("light", "dynamic", "dilated")
 VARIANTS = ("default", "paper", "bert", *CONVOLUTIONAL)

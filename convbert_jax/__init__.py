@@ -73,7 +73,7 @@ def load(
     >>> convbert_jax.load("runs/pairs", average=2).translate(["a text", "another"], beam=3)
     [..., ...]
     """
-    from convbert_jax.config.checks import plugins
+    from convbert_jax.config import plugins
     from convbert_jax.inference import loading
     from convbert_jax.training import environment
 
@@ -117,8 +117,7 @@ def load_config(
     (50, 6)
     """
     from convbert_jax import config_files
-    from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
-    from convbert_jax.config.checks import plugins
+    from convbert_jax.config import Config, ConfigError, from_config_dict, plugins, to_dict
 
     changed = config_files.by_path(changed)
     plugins.allow(plugins.named(changed))
@@ -162,7 +161,7 @@ def pretrain(
     (4, 'validation')
     """
     from convbert_jax import recipes
-    from convbert_jax.config.checks import plugins
+    from convbert_jax.config import plugins
 
     with plugins.trusting(trust_remote_code):
         config, folder, given = _start(config, workdir, changed)
@@ -196,7 +195,7 @@ def finetune(
     ['own']
     """
     from convbert_jax import recipes
-    from convbert_jax.config.checks import plugins
+    from convbert_jax.config import plugins
 
     with plugins.trusting(trust_remote_code):
         config, folder, given = _start(config, workdir, changed)

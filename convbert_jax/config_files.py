@@ -29,9 +29,9 @@ from convbert_jax.config import (
     decided_by_run,
     fit_to_steps,
     from_config_dict,
+    plugins,
 )
-from convbert_jax.config.checks import plugins
-from convbert_jax.config.checks.sequences import check_asked
+from convbert_jax.config.checks import check_asked
 
 _PACKAGE = "configs"
 _OF_CONFIGS, _OF_SWEEPS = "get_config", "get_sweep"  # functions of a Python file

@@ -98,11 +98,8 @@ def trace_sequences() -> None:
 
     from convbert_jax.config import ModelSection
     from convbert_jax.config.mixers import MIXERS
-    from convbert_jax.config.sequences import (
-        SequenceSection,
-        derive_encoder_decoder,
-        derive_language_model,
-    )
+    from convbert_jax.config.network import derive_encoder_decoder, derive_language_model
+    from convbert_jax.config.sequences import SequenceSection
     from convbert_jax.decoding import search
     from convbert_jax.models.networks import EncoderDecoder, LanguageModel
 

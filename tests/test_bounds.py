@@ -1,5 +1,6 @@
 """Bounds of config fields: every number has them, and no value causes a traceback."""
 
+import dataclasses
 import math
 import typing
 
@@ -10,10 +11,18 @@ from convbert_jax import config_files
 from convbert_jax.command_line import overrides
 from convbert_jax.command_line.fields import field_types
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
-from convbert_jax.config.checks.bounds import BOUNDS
+from convbert_jax.config.fields import describe
 from tests.refusals import refused
 
 TYPES = field_types()
+BOUNDS = {
+    path: field.bounds
+    for section, about in {"": Config, **{k: v.type for k, v in describe(Config).items()}}.items()
+    if dataclasses.is_dataclass(about)
+    for name, field in describe(about).items()
+    if field.bounds
+    for path in (f"{section}.{name}".lstrip("."),)
+}
 NUMBERS = [path for path, kind in TYPES.items() if {kind, *typing.get_args(kind)} & {int, float}]
 TEXTS = [
     *("1e400", "-1e400", "1e18", "1e19", "1e15", "1e-400", "1e999999999", "9" * 5000, "-5", "-1"),

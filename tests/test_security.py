@@ -11,8 +11,7 @@ from absl.testing import flagsaver
 
 import convbert_jax
 from convbert_jax import main, storage
-from convbert_jax.config import Config, PluginError, UserError, mixers, to_dict
-from convbert_jax.config.checks import plugins
+from convbert_jax.config import Config, PluginError, UserError, mixers, plugins, to_dict
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.readers import indexed_rows
 from convbert_jax.data.readers.sources import open_source

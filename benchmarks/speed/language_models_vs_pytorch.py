@@ -77,7 +77,7 @@ def make_ours(mixer: str, arguments: argparse.Namespace):
     from flax import nnx
 
     import convbert_jax
-    from convbert_jax.config.sequences import derive_language_model
+    from convbert_jax.config.network import derive_language_model
     from convbert_jax.models.networks import LanguageModel
 
     config = convbert_jax.load_config(

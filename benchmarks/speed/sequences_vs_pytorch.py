@@ -106,7 +106,7 @@ def make_marian(positions: int):
     import torch
     import transformers
 
-    from convbert_jax.config.sequences import SIZES
+    from configs.written import SIZES
     from convbert_jax.models.embeddings import sinusoids
 
     model, _ = SIZES["tiny"]("attention")
@@ -146,7 +146,8 @@ def make_ours(mixer: str, theirs):
     import jax
     from flax import nnx
 
-    from convbert_jax.config.sequences import SIZES, derive_encoder_decoder
+    from configs.written import SIZES
+    from convbert_jax.config.network import derive_encoder_decoder
     from convbert_jax.interop.fairseq import to_parameters
     from convbert_jax.models.networks import EncoderDecoder
 

@@ -18,7 +18,7 @@ as "unknown".
 import re
 
 from convbert_jax.config import Config, EmbeddingsConfig, EncoderConfig, LayerConfig
-from convbert_jax.config.sequences import DecoderConfig
+from convbert_jax.config.network import DecoderConfig
 from convbert_jax.models.layers import PaperFlops
 from convbert_jax.objectives.span_corruption import count_spans
 

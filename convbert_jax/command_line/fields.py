@@ -5,10 +5,9 @@ import dataclasses
 import difflib
 import inspect
 import re
-import typing
 from collections.abc import Iterable
 
-from convbert_jax.config import Config
+from convbert_jax.config import Config, fields
 
 _TRAILING = re.compile(r"  # (.*)$")
 
@@ -16,22 +15,22 @@ _TRAILING = re.compile(r"  # (.*)$")
 def field_types(cls=Config, prefix: str = "") -> dict[str, type]:
     """Returns path, as "train.steps", -> type of every field that is not a section."""
     types = {}
-    for name, kind in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(kind):
-            types |= field_types(kind, f"{prefix}{name}.")
+    for name, field in fields.describe(cls).items():
+        if dataclasses.is_dataclass(field.type):
+            types |= field_types(field.type, f"{prefix}{name}.")
         else:
-            types[prefix + name] = kind
+            types[prefix + name] = field.type
     return types
 
 
-def nearest(path: str, fields: Iterable[str]) -> str | None:
+def nearest(path: str, known: Iterable[str]) -> str | None:
     """Returns the closest field: one with the same name in another section, or a similar name."""
-    fields = list(fields)
+    known = list(known)
     leaf = path.rpartition(".")[2]
-    by_leaf = {field.rpartition(".")[2]: field for field in reversed(fields)}
+    by_leaf = {field.rpartition(".")[2]: field for field in reversed(known)}
     if leaf in by_leaf:
         return by_leaf[leaf]
-    if near := difflib.get_close_matches(path, fields, n=1, cutoff=0.6):
+    if near := difflib.get_close_matches(path, known, n=1, cutoff=0.6):
         return near[0]
     near = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.5)
     return by_leaf[near[0]] if near else None
@@ -40,14 +39,14 @@ def nearest(path: str, fields: Iterable[str]) -> str | None:
 def comments(cls=Config, prefix: str = "") -> dict[str, str]:
     """Returns path -> comment of every field: the lines above it, and the end of its line."""
     lines = inspect.getsource(cls).splitlines()
-    kinds = typing.get_type_hints(cls)
+    known = fields.describe(cls)
     found = {}
     for node in ast.parse("\n".join(lines)).body[0].body:
         if not isinstance(node, ast.AnnAssign):
             continue
         name = node.target.id
-        if dataclasses.is_dataclass(kinds[name]):
-            found |= comments(kinds[name], f"{prefix}{name}.")
+        if dataclasses.is_dataclass(known[name].type):
+            found |= comments(known[name].type, f"{prefix}{name}.")
             continue
         above, number = [], node.lineno - 2
         while lines[number].strip().startswith("#"):

@@ -9,9 +9,8 @@ from absl import flags
 
 from convbert_jax.command_line import overrides
 from convbert_jax.command_line.fields import field_types, nearest
-from convbert_jax.config import ConfigError
-from convbert_jax.config.checks import plugins
-from convbert_jax.config.own_task import INPUT_FORMATS
+from convbert_jax.config import ConfigError, plugins
+from convbert_jax.config.data import INPUT_FORMATS
 
 # Mode -> its description in --help.
 MODES = {

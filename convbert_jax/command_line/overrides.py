@@ -14,7 +14,7 @@ from typing import Any
 from convbert_jax import storage
 from convbert_jax.command_line.fields import field_types, nearest
 from convbert_jax.config import ConfigError, to_text
-from convbert_jax.config.sections import AutoBool
+from convbert_jax.config.fields import AutoBool
 
 _MULTIPLES = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
 _NUMBER = re.compile(

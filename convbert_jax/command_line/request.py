@@ -12,8 +12,7 @@ from etils import epath
 
 from convbert_jax import config_files
 from convbert_jax.command_line import flags, help_text, overrides
-from convbert_jax.config import Config, ConfigError, from_config_dict
-from convbert_jax.config.checks import plugins
+from convbert_jax.config import Config, ConfigError, from_config_dict, plugins
 from convbert_jax.workdir import Workdir
 
 _HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")

@@ -1,29 +1,15 @@
-"""Which fields may change when a run is resumed, declared by the type of each field.
-
-    steps: Changeable[int] = 1_000_000
-
-Settings of speed, reporting, duration and learning rate may change. Network, data, batch size and
-objective, which determine the results so far, are fixed from the first checkpoint on. In
-fine-tuning, tasks and seeds may be added; the optimizer may not change, because finished and new
-runs are compared.
-"""
+"""Changes of a config: which fields may change when a run is resumed, and differences."""
 
 import dataclasses
-import typing
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
+from convbert_jax.config import fields
 from convbert_jax.config.errors import ConfigError
-
-_T = TypeVar("_T")
-_ALWAYS, _PRETRAINING = "changeable", "changeable in pre-training"
-
-Changeable = Annotated[_T, _ALWAYS]
-ChangeableInPretraining = Annotated[_T, _PRETRAINING]
 
 
 def is_changeable(cls: type, path: str, recipe: str) -> bool:
-    """Returns whether a run may be resumed with another value of a field.
+    """Returns whether a run may be resumed with another value of a field, see `fields.py`.
 
     Args:
       cls: the dataclass that `path` starts from, `Config`.
@@ -34,14 +20,13 @@ def is_changeable(cls: type, path: str, recipe: str) -> bool:
       ConfigError: the field does not exist.
     """
     name, _, rest = path.partition(".")
-    kinds = typing.get_type_hints(cls, include_extras=True)
-    if name not in kinds:
+    field = fields.describe(cls).get(name)
+    if field is None:
         raise ConfigError("does not exist.", field=f"config.{path}")
-    kind = kinds[name]
-    if rest and dataclasses.is_dataclass(kind):
-        return is_changeable(kind, rest, recipe)
-    said = getattr(kind, "__metadata__", ())
-    return _ALWAYS in said or (_PRETRAINING in said and recipe != "finetune")
+    if rest and dataclasses.is_dataclass(field.type):
+        return is_changeable(field.type, rest, recipe)
+    in_pretraining = fields.IN_PRETRAINING in field.marks and recipe != "finetune"
+    return fields.ALWAYS in field.marks or in_pretraining
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[object, object]]:

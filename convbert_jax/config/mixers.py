@@ -14,9 +14,9 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
-from convbert_jax.config.checks import plugins
-from convbert_jax.config.checks.rules import check_choice
+from convbert_jax.config import plugins
 from convbert_jax.config.errors import ConfigError, PluginError, UserError
+from convbert_jax.config.fields import check_choice
 
 # config.model.mixer -> MODULE:CLASS
 MIXERS = {

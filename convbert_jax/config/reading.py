@@ -8,10 +8,9 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from convbert_jax.config.checks import pretraining as checks
+from convbert_jax.config import checks, fields
 from convbert_jax.config.errors import ConfigError
 from convbert_jax.config.run import Config
-from convbert_jax.config.sections import AutoBool
 
 
 def to_config_dict(config: Config | None = None):
@@ -110,19 +109,19 @@ def _given(section) -> Any:
 
 
 def _from_mapping(cls, values: Mapping[str, Any], path: str):
-    fields = typing.get_type_hints(cls)
+    known = fields.describe(cls)
     for key in values:
-        if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.4)
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
             hint = (
                 f"did you mean config.{path}{near[0]}?"
                 if near
-                else f"fields here: {', '.join(fields)}."
+                else f"fields here: {', '.join(known)}."
             )
             raise ConfigError(f"does not exist; {hint}", field=f"config.{path}{key}")
     arguments = {}
     for key, value in values.items():
-        kind = fields[key]
+        kind = known[key].type
         if dataclasses.is_dataclass(kind):
             if not hasattr(value, "items"):
                 raise ConfigError(
@@ -147,7 +146,7 @@ def _to_type(value, kind, name: str):
                 _from_item(item, part, name, f"{name}[{i}]") for i, part in enumerate(value)
             )
         return tuple(_to_type(part, item, f"{name}[{i}]") for i, part in enumerate(value))
-    if kind == AutoBool:
+    if kind == fields.AutoBool:
         if value != "auto" and not isinstance(value, bool):
             raise ConfigError("must be true, false or 'auto'.", field=name, value=value)
         return value

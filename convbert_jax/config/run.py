@@ -2,47 +2,61 @@
 
 import dataclasses
 import math
+import operator
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from convbert_jax.config.changes import Changeable
+from convbert_jax.config.data import DataSection, TaskSection, TokenizerSection
+from convbert_jax.config.fields import Changeable, Range
 from convbert_jax.config.finetuning import FinetuneSection, OutputsSection
+from convbert_jax.config.model import GeneratorSection, ModelSection
 from convbert_jax.config.network import (
     EmbeddingsConfig,
     EncoderConfig,
-    GeneratorSizes,
-    derive_encoder,
-    derive_generator,
-)
-from convbert_jax.config.own_task import TaskSection
-from convbert_jax.config.sections import (
-    HELDOUT_METRICS,
-    CheckpointSection,
-    DataSection,
-    DistillationSection,
-    GeneratorSection,
-    MeshSection,
-    ModelSection,
-    ObjectiveSection,
-    OptimizerSection,
-    TokenizerSection,
-    TrainSection,
-)
-from convbert_jax.config.sequences.network import (
     EncoderDecoderConfig,
+    GeneratorSizes,
     LanguageModelConfig,
+    derive_encoder,
     derive_encoder_decoder,
+    derive_generator,
     derive_language_model,
 )
-from convbert_jax.config.sequences.sections import (
+from convbert_jax.config.sequences import (
     OF_CORPUS,
     OF_PAIRS,
     DecodingSection,
     ParallelSection,
     SequenceSection,
 )
+from convbert_jax.config.training import (
+    CheckpointSection,
+    DistillationSection,
+    MeshSection,
+    ObjectiveSection,
+    OptimizerSection,
+    TrainSection,
+)
 
-PLATFORMS = ("any", "cpu", "gpu", "tpu")
-DTYPES = ("auto", "float32", "bfloat16")
-RECIPES = ("replaced_token", "masked_lm", *OF_CORPUS, *OF_PAIRS, "finetune")
+Recipe = Literal["replaced_token", "masked_lm", *OF_CORPUS, *OF_PAIRS, "finetune"]
+# Recipe -> metrics of an evaluation. release_* needs objective.release_metrics, pair_* needs
+# objective.sentence_pairs, encoder_* needs objective.masked_lm_steps, word_* is not available with
+# WordPiece.
+_OF_MASKED_LM = ("mlm_loss", "mlm_accuracy", "loss")
+_OF_WRITING = ("loss", "token_loss", "token_accuracy", "perplexity")
+HELDOUT_METRICS = {
+    "masked_lm": (*_OF_MASKED_LM, "pair_loss", "pair_accuracy"),
+    "replaced_token": (
+        *_OF_MASKED_LM,
+        *("sampled_accuracy", "replaced_rate", "discriminator_loss", "discriminator_accuracy"),
+        *("discriminator_precision", "discriminator_recall", "discriminator_auc"),
+        *("release_discriminator_loss", "release_auc"),
+        *("encoder_mlm_loss", "encoder_mlm_accuracy"),
+    ),
+    "causal_lm": (*_OF_WRITING, "word_perplexity"),
+    **dict.fromkeys(
+        ("span_corruption", "translation", "summarization", "text_to_text"), _OF_WRITING
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +70,16 @@ class Config:
     # replaced_token (ELECTRA) | masked_lm (MLM only) | finetune. Generative models: causal_lm (next
     # token) and span_corruption (T5) on a corpus; translation, summarization and text_to_text on
     # pairs, with different metrics
-    recipe: str = "replaced_token"
-    seed: int = 0
+    recipe: Recipe = "replaced_token"
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     # initial weights of a new run: a run's folder, a Hugging Face folder or a TensorFlow 1
     # checkpoint; "" is random initialization
     init_from: str = ""
-    platform: Changeable[str] = "any"  # required platform, else stop: any | cpu | gpu | tpu
+    # required platform, else stop: any | cpu | gpu | tpu
+    platform: Changeable[Literal["any", "cpu", "gpu", "tpu"]] = "any"
     # auto: bfloat16 on accelerators, float32 on CPUs, where bfloat16 is faster only with matrix
     # instructions (Intel AMX). Parameters and optimizer stay float32. Release: float32.
-    compute_dtype: Changeable[str] = "auto"
+    compute_dtype: Changeable[Literal["auto", "float32", "bfloat16"]] = "auto"
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     generator: GeneratorSection = dataclasses.field(default_factory=GeneratorSection)
     objective: ObjectiveSection = dataclasses.field(default_factory=ObjectiveSection)
@@ -177,3 +192,36 @@ class Config:
             dropout=m.dropout,
             layer_norm_epsilon=m.layer_norm_epsilon,
         )
+
+
+def fit_to_steps(of_file: Config, given: Mapping[str, Any]) -> dict[str, int]:
+    """Returns shorter warm-up and intervals for a run with fewer steps than its config file.
+
+    Warm-up: a tenth of the steps, or its share of the steps in the file if that is more. Log lines:
+    ten. Evaluations and checkpoints: four, at least 100 steps apart, and one at the end.
+
+    Args:
+      of_file: the config of the file, without overrides.
+      given: path -> value of the overrides; these fields are not changed.
+
+    Returns:
+      path -> value of the fields to change; empty unless `train.steps` is smaller than in the file.
+      The result depends only on the arguments, so a resumed run gets the same values.
+    """
+    steps = given.get("train.steps", of_file.train.steps)
+    recipe = given.get("recipe", of_file.recipe)
+    if recipe == "finetune" or not 0 < steps < of_file.train.steps:
+        return {}
+    share = steps / of_file.train.steps
+    seldom = min(steps, max(100, steps // 4))
+    largest = {
+        "optimizer.warmup_steps": max(steps // 10, int(of_file.optimizer.warmup_steps * share)),
+        "train.log_every": max(1, steps // 10),
+        "train.eval_every": seldom,
+        "checkpoint.every": seldom,
+    }
+    return {
+        path: most
+        for path, most in largest.items()
+        if path not in given and operator.attrgetter(path)(of_file) > most
+    }

@@ -14,7 +14,7 @@ from typing import Any
 from absl import logging
 
 from convbert_jax.config import Config
-from convbert_jax.config.own_task import INPUT_FORMATS, TaskSection
+from convbert_jax.config.data import INPUT_FORMATS, TaskSection
 from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.readers import tables
 from convbert_jax.data.readers.tables import (

@@ -10,8 +10,7 @@ from convbert_jax import console
 
 with console.missing_package_message():
     from convbert_jax import console
-    from convbert_jax.config import UserError
-    from convbert_jax.config.checks import plugins
+    from convbert_jax.config import UserError, plugins
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ import numpy as np
 from absl import logging
 
 from convbert_jax.config import Config, OutputsSection
-from convbert_jax.config.checks.finetuning import choose_head
+from convbert_jax.config.finetuning import choose_head
 from convbert_jax.data.tasks.labelled_text import (
     IGNORED,
     Encoded,

@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from convbert_jax import decoding as methods
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
-from convbert_jax.config.checks.sequences import check_asked_decoding
-from convbert_jax.config.sequences.sections import DecodingSection
+from convbert_jax.config.checks import check_asked
+from convbert_jax.config.sequences import DecodingSection
 from convbert_jax.data.samplers import choose_buckets
 from convbert_jax.data.tasks.labelled_text import Example
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
@@ -96,7 +96,7 @@ def change_decoding(config: Config, fields: Mapping[str, Any]) -> Config:
         )
     changed = {f"decoding.{name}": value for name, value in fields.items()}
     config = from_config_dict(to_dict(matching.replace(config, changed)))
-    check_asked_decoding(config, changed)
+    check_asked(config, changed)
     return config
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from absl import logging
 
 from convbert_jax.config import Config, ConfigError, MeshSection, OutputsSection
-from convbert_jax.config.checks.finetuning import HEADS_OF_KIND
+from convbert_jax.config.finetuning import HEADS_OF_KIND
 from convbert_jax.data.errors import shorten
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, follow_file

@@ -23,13 +23,13 @@ import numpy as np
 from flax import nnx
 
 from convbert_jax.config import ConfigError, ModelSection
-from convbert_jax.config.sequences import (
+from convbert_jax.config.network import (
     EncoderDecoderConfig,
     LanguageModelConfig,
-    SequenceSection,
     derive_encoder_decoder,
     derive_language_model,
 )
+from convbert_jax.config.sequences import SequenceSection
 from convbert_jax.interfaces import SpecialIds
 from convbert_jax.interop import weight_files
 from convbert_jax.interop.fairseq_arguments import Outline, derive_outline, find_arguments

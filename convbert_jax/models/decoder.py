@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import LayerConfig, Mixer, StageConfig
-from convbert_jax.config.sequences import DecoderConfig
+from convbert_jax.config.network import DecoderConfig
 from convbert_jax.models.encoder import REMAT_POLICIES, FeedForward, inner_key
 from convbert_jax.models.layers import (
     NORMS,

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import EmbeddingsConfig
-from convbert_jax.config.sequences import TokensConfig
+from convbert_jax.config.network import TokensConfig
 from convbert_jax.models.layers import Initializer, LayerNorm, dropout
 from convbert_jax.ops.embedding import attend, embedding_lookup
 

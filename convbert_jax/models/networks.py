@@ -17,8 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import Config, EncoderConfig
-from convbert_jax.config.sequences import EncoderDecoderConfig, LanguageModelConfig
-from convbert_jax.config.sequences.sections import OF_PAIRS
+from convbert_jax.config.network import EncoderDecoderConfig, LanguageModelConfig
+from convbert_jax.config.sequences import OF_PAIRS
 from convbert_jax.interfaces import Rules
 from convbert_jax.models.decoder import DecodeContext, Decoder
 from convbert_jax.models.embeddings import Embed, Embeddings, Tokens, add, output_logits

@@ -69,7 +69,7 @@ def predict(
         standard output. With a generative model, standard output and .txt get one plain line per
         row. The file appears when all rows are predicted. JSON lines of an interrupted call are
         kept in FILE.unfinished, and the same call resumes after them.
-      input_format: one of `config.own_task.INPUT_FORMATS`.
+      input_format: one of `config.data.INPUT_FORMATS`.
       texts: columns of the text or text pair; () for the columns of the training data.
       decoding: fields of config.decoding to change, by name, for a generative model.
 

@@ -10,7 +10,7 @@ from etils import epath
 
 from convbert_jax import storage
 from convbert_jax.analysis import overview, pretraining_report
-from convbert_jax.config import Config, UserError, network, sequences
+from convbert_jax.config import Config, UserError, network
 from convbert_jax.data import beam_pipeline
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference.generation import read_mean
@@ -159,9 +159,8 @@ def _unread(config: Config) -> tuple[str, ...]:
 
 
 def _idle_fields(config: Config) -> list[str]:
-    if config.writes_text and config.recipe != "causal_lm":
-        return sequences.idle_fields(config.model, config.sequence)
-    return network.idle_fields(config.model)
+    has_encoder_and_decoder = config.writes_text and config.recipe != "causal_lm"
+    return network.idle_fields(config.model, config.sequence if has_encoder_and_decoder else None)
 
 
 def _tell_of_encoder(config: Config) -> None:

@@ -18,7 +18,7 @@ from convbert_jax import storage
 from convbert_jax.analysis import text_scores
 from convbert_jax.analysis.text_scores import Scores
 from convbert_jax.config import Config, ParallelSection
-from convbert_jax.config.sequences.sections import DecodingSection
+from convbert_jax.config.sequences import DecodingSection
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel_text import (
     ParallelText,

@@ -12,7 +12,7 @@ from flax import nnx
 
 from convbert_jax.analysis import flops, pretraining_report
 from convbert_jax.config import Config, ConfigError
-from convbert_jax.config.sequences.sections import OF_PAIRS
+from convbert_jax.config.sequences import OF_PAIRS
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.interfaces import Evaluator, Rules, SpecialIds
 from convbert_jax.models import build

@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 import convbert_jax
 from convbert_jax import config_files, storage
 from convbert_jax.command_line import overrides
-from convbert_jax.config import ConfigError
-from convbert_jax.config.checks import plugins
+from convbert_jax.config import ConfigError, plugins
 from convbert_jax.sweeps.table import Folder, Sweep, SweepError, Task
 
 _MAX_SEEDS, _MAX_WORKERS = 1000, 1000

@@ -21,8 +21,7 @@ from typing import IO, Protocol
 import convbert_jax
 from convbert_jax import storage
 from convbert_jax.command_line import overrides
-from convbert_jax.config import UserError, to_dict, to_text
-from convbert_jax.config.checks import plugins
+from convbert_jax.config import UserError, plugins, to_dict, to_text
 from convbert_jax.sweeps import results
 from convbert_jax.sweeps.search import Explorer
 from convbert_jax.sweeps.table import FAILED, FINISHED, STARTED, Folder, Record, Run

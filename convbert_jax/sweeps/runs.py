@@ -23,7 +23,7 @@ from convbert_jax.config import (
     to_dict,
     to_text,
 )
-from convbert_jax.config.sequences.sections import OF_PAIRS
+from convbert_jax.config.sequences import OF_PAIRS
 from convbert_jax.data import parallel_text
 from convbert_jax.data.readers.sources import REMOTE, open_source
 from convbert_jax.interop import networks

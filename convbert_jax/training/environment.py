@@ -23,7 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from convbert_jax import console, machine, storage
 from convbert_jax.config import Config, ConfigError
-from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
+from convbert_jax.config.model import ATTENTIONS, CONVOLUTIONS
 from convbert_jax.machine import installed, unmet
 
 _FATAL = 3  # absl's log level in C++

@@ -15,8 +15,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from convbert_jax.config import OptimizerSection, PluginError
-from convbert_jax.config.checks import plugins
+from convbert_jax.config import OptimizerSection, PluginError, plugins
 from convbert_jax.training.partitioning import flatten_params, parameter_path
 
 # The same variables as in the official code: LayerNorm, layer_norm or bias in their name.

@@ -9,11 +9,8 @@ import pytest
 from flax import nnx
 
 from convbert_jax.config import ModelSection
-from convbert_jax.config.sequences import (
-    SequenceSection,
-    derive_encoder_decoder,
-    derive_language_model,
-)
+from convbert_jax.config.network import derive_encoder_decoder, derive_language_model
+from convbert_jax.config.sequences import SequenceSection
 from convbert_jax.decoding import sample, search
 from convbert_jax.decoding import state as states
 from convbert_jax.models.networks import EncoderDecoder, LanguageModel

@@ -15,7 +15,8 @@ from convbert_jax.analysis import tpu_pricing
 from convbert_jax.analysis.hlo import BETWEEN_SLICES, compile_as_text, find_collectives, scheduled
 from convbert_jax.analysis.tpu_devices import make_devices, open_topology
 from convbert_jax.config import MeshSection, ModelSection
-from convbert_jax.config.sequences import SequenceSection, derive_language_model
+from convbert_jax.config.network import derive_language_model
+from convbert_jax.config.sequences import SequenceSection
 from convbert_jax.decoding import search
 from convbert_jax.interfaces import SpecialIds
 from convbert_jax.models.networks import LanguageModel

@@ -9,7 +9,7 @@ from flax import nnx
 
 from convbert_jax.config import ConfigError
 from convbert_jax.config.mixers import MIXERS
-from convbert_jax.config.sections import StageSection
+from convbert_jax.config.model import StageSection
 from convbert_jax.finetuning import classification
 from convbert_jax.models.networks import FinetunedModel
 from tests.finetuning.conftest import make_source

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from convbert_jax.config import ConfigError
-from convbert_jax.config.own_task import TaskSection
+from convbert_jax.config.data import TaskSection
 from convbert_jax.data.tasks import own_task
 from convbert_jax.finetuning import classification, run
 from convbert_jax.interfaces import TagBatch

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convbert_jax.config import TokenizerSection, UserError
-from convbert_jax.config.sequences.sections import DecodingSection
+from convbert_jax.config.sequences import DecodingSection
 from convbert_jax.data import input_rows
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference import generation, stream

@@ -5,8 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from flax import nnx
 
-from convbert_jax.config import ConfigError
-from convbert_jax.config.checks import plugins
+from convbert_jax.config import ConfigError, plugins
 from convbert_jax.interfaces import REPLICATED, Split
 from convbert_jax.models.layers import Dense
 

@@ -25,12 +25,11 @@ from convbert_jax.config import (
     from_config_dict,
     mixers,
     network,
-    sequences,
+    plugins,
     to_config_dict,
     to_dict,
     to_text,
 )
-from convbert_jax.config.checks import plugins
 from convbert_jax.config.mixers import MIXERS, Mixer, change, check_causal, describe
 from convbert_jax.config.sequences import SequenceSection
 from convbert_jax.interop import huggingface, matching, networks, sources, tables, tensorflow1
@@ -214,7 +213,7 @@ def test_fields_of_an_encoder_decoder_that_neither_takes_are_known(
     make_config, model, sequence, idle
 ):
     model = make_config(embedding_size=32, **model).model
-    assert sequences.idle_fields(model, SequenceSection(**sequence)) == idle
+    assert network.idle_fields(model, SequenceSection(**sequence)) == idle
 
 
 def test_flops_add_up_over_stages(staged, make_config):

@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from configs.written import SIZES
 from convbert_jax.config import ConfigError, MeshSection, ModelSection, StageSection
-from convbert_jax.config.sequences import (
-    SIZES,
-    SequenceSection,
-    derive_encoder_decoder,
-    derive_language_model,
-)
+from convbert_jax.config.network import derive_encoder_decoder, derive_language_model
+from convbert_jax.config.sequences import SequenceSection
 from convbert_jax.models.embeddings import sinusoids
 from convbert_jax.models.encoder import FeedForward
 from convbert_jax.models.layers import initializers

@@ -1,6 +1,7 @@
 """Distillation terms against their formulas in float64, and the layer mappings."""
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.config import DistillationSection
-from convbert_jax.config.checks.distillation import ATTENTION, HIDDEN, LAYER_RULES
+from convbert_jax.config.training import AttentionLoss, HiddenLoss, LayerRule
 from convbert_jax.objectives import distillation
 from convbert_jax.objectives.distillation import Observed
 
@@ -35,9 +36,9 @@ def maps(heads):
 
 
 def test_names_of_a_config_are_those_of_the_objective():
-    assert set(LAYER_RULES) == set(distillation.LAYERS)
-    assert set(HIDDEN) == set(distillation.HIDDEN)
-    assert set(ATTENTION) == set(distillation.ATTENTION)
+    assert set(typing.get_args(LayerRule)) == set(distillation.LAYERS)
+    assert set(typing.get_args(HiddenLoss)) == set(distillation.HIDDEN)
+    assert set(typing.get_args(AttentionLoss)) == set(distillation.ATTENTION)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
@@ -121,7 +122,7 @@ def test_terms_are_means_over_real_tokens_and_compared_layers():
     assert distillation.terms(none, ours, theirs, jnp.asarray(IDS), None) == (0.0, {})
 
 
-@given(st.sampled_from(LAYER_RULES), st.integers(1, 12), st.integers(0, 12))
+@given(st.sampled_from(typing.get_args(LayerRule)), st.integers(1, 12), st.integers(0, 12))
 def test_layer_rules(rule, student, more):
     teacher = student + more
     pairs = distillation.pairs(rule, student, teacher)

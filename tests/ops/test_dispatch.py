@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
+from convbert_jax.config.model import ATTENTIONS, CONVOLUTIONS
 from convbert_jax.ops import attention, convolution, dispatch, partitioning
 from convbert_jax.ops.dispatch import Implementation
 from convbert_jax.ops.partitioning import BATCH, HEADS, REPLICATED, ROWS, SEQUENCE

@@ -25,8 +25,8 @@ from convbert_jax.config import (
     StageSection,
     UserError,
     mixers,
+    plugins,
 )
-from convbert_jax.config.checks import plugins
 from convbert_jax.config.mixers import MIXERS
 from convbert_jax.interop import conversion, sources
 from convbert_jax.interop.matching import replace

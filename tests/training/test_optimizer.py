@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.config import Config, OptimizerSection, from_config_dict, to_config_dict
-from convbert_jax.config.sections import SCHEDULES
+from convbert_jax.config.training import Schedule
 from convbert_jax.models import build
 from convbert_jax.models.networks import MaskedLanguageModel
 from convbert_jax.training.optimizer import (
@@ -135,7 +136,7 @@ def test_schedule_stays_between_zero_and_peak(steps, warmup, decay_to, at, durin
 
 def test_without_a_warm_up_every_rate_is_a_number():
     """For every schedule, as in fine-tuning with few steps."""
-    for name in SCHEDULES:
+    for name in typing.get_args(Schedule):
         schedule = make_schedule(OptimizerSection(schedule=name), 8, warmup_steps=0)
         rates = np.asarray(schedule(np.arange(8)))
         assert np.isfinite(rates).all()

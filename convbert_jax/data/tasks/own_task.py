@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import logging
 
-from convbert_jax.config.own_task import TaskSection
+from convbert_jax.config.data import TaskSection
 from convbert_jax.data.errors import DataError, Location
 from convbert_jax.data.readers.tables import (
     FORMATS,

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import ConfigError, MixerSettings
-from convbert_jax.config.checks.rules import check_choice
+from convbert_jax.config.fields import check_choice
 from convbert_jax.config.mixers import nominal_heads
 from convbert_jax.interfaces import REPLICATED, Split
 from convbert_jax.models.layers import (

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from convbert_jax.config import ConfigError, DataSection, ParallelSection, from_config_dict
-from convbert_jax.config.own_task import TaskSection
+from convbert_jax.config.data import TaskSection
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.readers import text_files
 from convbert_jax.data.readers.pair_sources import open_pairs

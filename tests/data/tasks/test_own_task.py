@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from benchmarks.public_data import TEXT_FOLDERS
-from convbert_jax.config.own_task import TaskSection
+from convbert_jax.config.data import TaskSection
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.readers.tables import read_table
 from convbert_jax.data.tasks import own_task

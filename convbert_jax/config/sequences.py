@@ -1,17 +1,21 @@
-"""Config sections of generative models: architecture, parallel text and decoding."""
+"""Sections of generative models: decoder, pairs of texts, and generation."""
 
 import dataclasses
 import re
+from typing import Annotated, Literal
 
-from convbert_jax.config.changes import Changeable, ChangeableInPretraining
+from convbert_jax.config.fields import (
+    INT32,
+    Changeable,
+    ChangeableInPretraining,
+    CountOrAll,
+    Fraction,
+    FractionBelow1,
+    PositiveFraction,
+    Range,
+    Temperature,
+)
 
-NORMS = ("post", "pre")
-NORMALIZATIONS = ("layer", "rms")
-ACTIVATIONS = ("relu", "gelu", "gated_gelu")
-POSITIONS = ("sinusoidal", "learned", "none")
-BAD_PAIRS = ("skip", "error")
-SCORE_WORDS = ("13a", "intl", "zh", "char", "none")
-METHODS = ("beam", "greedy", "sample")
 # Recipes of generative models: trained on a corpus, and on pairs of texts.
 OF_CORPUS = ("causal_lm", "span_corruption")
 OF_PAIRS = ("translation", "summarization", "text_to_text")
@@ -24,29 +28,32 @@ class SequenceSection:
     a decoder-only model it describes the decoder.
     """
 
-    decoder_layers: int = 0  # 0: config.model.layers
+    # 0: config.model.layers
+    decoder_layers: Annotated[int, Range(0, 1_024, note="0 is as many as the encoder")] = 0
     decoder_mixer: str = ""  # "": mixer and mixer_fields of config.model
     decoder_mixer_fields: tuple[str, ...] = ()  # of decoder_mixer
     # kernel size of each decoder layer; (): all layers use config.model.kernel_size
-    decoder_kernel_sizes: tuple[int, ...] = ()
-    decoder_dilations: tuple[int, ...] = ()  # the same for dilations
+    decoder_kernel_sizes: Annotated[tuple[int, ...], Range(1, 1_024)] = ()
+    decoder_dilations: Annotated[tuple[int, ...], Range(1, 1_024)] = ()  # the same for dilations
     # post: layer norm after each residual sum. pre: before each sublayer and after the last layer;
     # LightConv's language models need it ("not stable" otherwise).
-    norm: str = "post"
+    norm: Literal["post", "pre"] = "post"
     # final norm of a pre-norm decoder; without it logits are computed from unnormalized states, as
     # in LightConv's language models
     last_norm: bool = True
     # layer (mean and variance, scale and bias) | rms (root mean square and scale only: T5)
-    normalization: str = "layer"
+    normalization: Literal["layer", "rms"] = "layer"
     # in the feed-forward blocks: relu | gelu | gated_gelu (T5 1.1: tanh-approximate GELU of one
     # dense layer times another)
-    activation: str = "relu"
+    activation: Literal["relu", "gelu", "gated_gelu"] = "relu"
     biases: bool = True  # in feed-forward blocks and cross-attention; T5 has none
-    activation_dropout: float = 0.0  # inside feed-forward blocks; T5: as config.model.dropout
-    last_dropout: float = 0.0  # after the final norm of pre-norm; T5: as config.model.dropout
+    # inside feed-forward blocks; T5: as config.model.dropout
+    activation_dropout: FractionBelow1 = 0.0
+    # after the final norm of pre-norm; T5: as config.model.dropout
+    last_dropout: FractionBelow1 = 0.0
     # sinusoidal, of any length | learned, config.model.positions rows | none, sufficient for
     # convolutions (Tay et al. 2021)
-    positions: str = "sinusoidal"
+    positions: Literal["sinusoidal", "learned", "none"] = "sinusoidal"
     shared_vocabulary: bool = True  # one vocabulary and embedding table for source and target
     tied_output: bool = True  # the output projection is the target's embedding table
 
@@ -66,7 +73,7 @@ class ParallelSection:
     validation_source: str = ""
     # random weights, with sizes and vocabulary of init_from, to measure the value of pre-training
     from_scratch: bool = False
-    heldout_fraction: float = 0.01  # of the pairs, selected by a hash of their texts
+    heldout_fraction: FractionBelow1 = 0.01  # of the pairs, selected by a hash of their texts
     # columns of source and target, then of further references, which are not used in training:
     # names, or numbers from 0 for a tsv or csv without a header. translation.en is the field en of
     # translation in jsonl, parquet and TFDS. (): 0,1 of a tsv, else source,target
@@ -74,24 +81,27 @@ class ParallelSection:
     encoding: str = "utf-8"  # of text, csv, tsv and jsonl files, e.g. cp1252 or gbk
     # with config.sequence.shared_vocabulary=False: size of the target vocabulary (config.tokenizer
     # describes the source vocabulary); 0 is tokenizer.vocab_size
-    target_vocab_size: int = 0
+    target_vocab_size: Annotated[int, Range(0, 2**24, note="0 is tokenizer.vocab_size")] = 0
     # file of the target vocabulary, see tokenizer.path; "" trains one
     target_vocabulary: ChangeableInPretraining[str] = ""
-    max_length: int = 256  # maximum tokens of a text, including the end token
+    # maximum tokens of a text, including the end token
+    max_length: Annotated[int, Range(2, 2**14, note="a token and the end token")] = 256
     # truncate longer sources and log their number, as for documents in T5 and BART; False: they are
     # bad pairs. Longer targets are always bad pairs
     cut_sources: bool = False
     # maximum ratio of the tokens of the longer and the shorter text; 0: no limit. LightConv: 1.5
-    max_ratio: float = 0.0
-    bad_pairs: str = "skip"  # empty, too long, unreadable or beyond max_ratio: skip | error
+    max_ratio: Annotated[float, Range(0.0, 1e6, note="0 is any")] = 0.0
+    # empty, too long, unreadable or beyond max_ratio: skip | error
+    bad_pairs: Literal["skip", "error"] = "skip"
     # subword regularization (Kudo 2018): each epoch samples one of the 64 best segmentations of a
     # unigram vocabulary, by probability to this power; 0 is off. Kudo: 0.1 to 0.5
-    sampling: float = 0.0
+    sampling: Fraction = 0.0
     # rows of a batch times the length of its longer side, padding included
-    batch_tokens: int = 4_096
-    shapes: int = 8  # maximum number of batch shapes, each compiled once
+    batch_tokens: Annotated[int, Range(2, INT32)] = 4_096
+    # maximum number of batch shapes, each compiled once
+    shapes: Annotated[int, Range(1, 1_024)] = 8
     # padded lengths are multiples of this: 8 suits TPUs, 1 minimizes padding
-    length_multiple: int = 8
+    length_multiple: Annotated[int, Range(1, 1_024)] = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,28 +109,31 @@ class DecodingSection:
     """Text generation in evaluations and --mode=predict. Has no effect on training."""
 
     # beam | greedy | sample
-    method: Changeable[str] = "beam"
-    beam: Changeable[int] = 4
+    method: Changeable[Literal["beam", "greedy", "sample"]] = "beam"
+    beam: Changeable[Annotated[int, Range(1, 1_024)]] = 4
     # log probabilities are divided by the number of tokens to this power, as in fairseq: 0 prefers
     # short texts, 1 is the mean. LightConv: 1 (IWSLT), 0.5 (WMT)
-    length_penalty: Changeable[float] = 1.0
+    length_penalty: Changeable[Annotated[float, Range(0.0, 100.0)]] = 1.0
     # maximum output tokens: length_ratio times the source tokens, plus length_extra. fairseq: 0 and
     # 200; LightConv on IWSLT: 1.2 and 10
-    length_ratio: Changeable[float] = 1.5
-    length_extra: Changeable[int] = 10
+    length_ratio: Changeable[Annotated[float, Range(0.0, 1e3)]] = 1.5
+    length_extra: Changeable[Annotated[int, Range(0, 2**14)]] = 10
     # outputs per source of --mode=predict, the most probable first: at most beam, or the number of
     # samples
-    n_best: Changeable[int] = 1
+    n_best: Changeable[Annotated[int, Range(1, 1_024)]] = 1
     # for sample: 1 is the model's distribution, lower values sharpen it
-    temperature: Changeable[float] = 1.0
-    top_k: Changeable[int] = 0  # for sample: number of most probable tokens to sample from; 0: all
-    top_p: Changeable[float] = 1.0  # for sample: nucleus with this probability mass
-    batch_tokens: Changeable[int] = 4_096  # source tokens per decoding batch
-    average: Changeable[int] = 1  # number of newest checkpoints to average; LightConv: 10
+    temperature: Changeable[Temperature] = 1.0
+    # for sample: number of most probable tokens to sample from; 0: all
+    top_k: Changeable[CountOrAll] = 0
+    top_p: Changeable[PositiveFraction] = 1.0  # for sample: nucleus with this probability mass
+    # source tokens per decoding batch
+    batch_tokens: Changeable[Annotated[int, Range(2, INT32)]] = 4_096
+    # number of newest checkpoints to average; LightConv: 10
+    average: Changeable[Annotated[int, Range(1, 1_024)]] = 1
     # word tokenizer of BLEU and ROUGE, by sacreBLEU's names: 13a | intl | zh | char | none. 13a
     # cannot split languages written without blanks; for ROUGE it is the tokenizer of rouge-score,
     # which stems words of a to z and 0 to 9 and drops all other characters
-    score_words: Changeable[str] = "13a"
+    score_words: Changeable[Literal["13a", "intl", "zh", "char", "none"]] = "13a"
     # further test sets for --mode=eval: NAME=SOURCE, with SOURCE as parallel.validation_source
     test_sources: Changeable[tuple[str, ...]] = ()
 

@@ -1,1 +1,0 @@
-"""Validation of configs before any long work starts."""
