@@ -40,7 +40,7 @@ def get_config(variant: str = "default"):
 
 
 def _learn_soon(config) -> None:
-    """Sets what trains best within minutes, measured at equal steps (benchmarks/RESULTS.md, 16).
+    """Sets what trains best within minutes, at equal steps (benchmarks/notes/objectives.md).
 
     Not compared for long runs.
     """

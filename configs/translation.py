@@ -33,7 +33,7 @@ def _make_tiny(config) -> None:
     config.tokenizer.vocab_size = 8_000
     config.parallel.batch_tokens = 2_048
     config.parallel.shapes = 4
-    # Better than AdamW on Multi30k (benchmarks/RESULTS.md, section 14).
+    # Better than AdamW on Multi30k (benchmarks/notes/sequences.md).
     config.optimizer.method = "muon"
     config.optimizer.schedule = "cosine"
     config.optimizer.learning_rate = 4e-3

@@ -1,4 +1,4 @@
-"""README and docs/: their commands parse, the fields they name exist, their links resolve."""
+"""README, docs/ and benchmarks/: commands parse, fields that they name exist, links resolve."""
 
 import ast
 import dataclasses
@@ -18,6 +18,8 @@ from convbert_jax.demo import __main__ as demo
 from convbert_jax.sweeps import cli
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "benchmarks" / "RESULTS.md"
+NOTES = sorted((REPOSITORY / "benchmarks" / "notes").glob("*.md"))
 PAGES = [
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")),
     *sorted((REPOSITORY / "docs").rglob("*.md")),
@@ -43,7 +45,9 @@ def commands(page: pathlib.Path) -> list[list[str]]:
     return [words for words in found if words != ["python", "-m", "convbert_jax.main"]]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, RESULTS, *NOTES], ids=lambda page: page.relative_to(REPOSITORY).as_posix()
+)
 def test_the_commands_of_a_page_parse(page):
     assert commands(page) or page.name != "README.md"
     for words in commands(page):
@@ -61,8 +65,9 @@ def test_the_commands_of_a_page_parse(page):
         elif program == "convbert_jax.demo":
             demo.make_parser().parse_args(arguments)
         elif not (program == "pytest" and (REPOSITORY / arguments[0]).exists()):
-            place = program if "/" in program else program.replace(".", "/") + ".py"
-            assert (REPOSITORY / place).is_file(), words
+            place = REPOSITORY / (program if "/" in program else program.replace(".", "/"))
+            files = (place, place.with_suffix(".py"), place / "__main__.py")
+            assert any(file.is_file() for file in files), words
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,7 @@ def known_fields() -> set[str]:
 
 def test_fields_that_a_page_names_exist():
     known = known_fields() | {"section.field", "json"}
-    for page in PAGES:
+    for page in [*PAGES, RESULTS, *NOTES]:
         for name in re.findall(r"(?:--|`)config\.([a-z]\w*(?:\.[a-z]\w*)*)", page.read_text()):
             assert name in known, (page.name, name)
 
@@ -122,6 +127,22 @@ def test_every_section_has_a_docstring():
 
 def test_the_readme_has_at_most_120_lines():
     assert len(PAGES[0].read_text().splitlines()) <= 120
+
+
+def test_results_are_short():
+    assert len(RESULTS.read_text().splitlines()) <= 250
+    assert len(NOTES) <= 8
+    assert [note.name for note in NOTES if len(note.read_text().splitlines()) > 120] == []
+    assert len((REPOSITORY / "CHANGELOG.md").read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize("page", [RESULTS, *NOTES], ids=lambda page: page.name)
+def test_scripts_tests_and_configs_that_results_name_exist(page):
+    """Scripts are named relative to benchmarks/, other files relative to the repository."""
+    named = re.findall(r"`([\w/]+(?:\.py|\.sh|/))(?:[: ][^`]*)?`", page.read_text())
+    assert named
+    for name in named:
+        assert any((place / name).exists() for place in (REPOSITORY, RESULTS.parent)), name
 
 
 def test_the_site_is_built_without_broken_links(tmp_path):

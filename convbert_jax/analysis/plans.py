@@ -258,12 +258,12 @@ _GPUS = {
 }
 # Shares of peak FLOP/s and bandwidth that an H100 reached in a large product and a large copy; and
 # the memory traffic of a step as a multiple of the stored activations, for `small` and `base`, with
-# unrolled and scanned layers (benchmarks/RESULTS.md, section 9).
+# unrolled and scanned layers (benchmarks/notes/gpu.md).
 _PRODUCTS_REACH, _COPIES_REACH = 0.68, 0.88
 MOVED, MOVED_IN_LOOPS = 9, 16
 _AT_WORST = 2.5  # times the best case: waiting for the host, products too small for the GPU
 # Shares of matrix-product speed that steps of `tiny` and `base` reach on CPUs
-# (benchmarks/RESULTS.md).
+# (benchmarks/notes/cpu.md).
 _REACHED_BY_CPUS = (0.2, 0.65)
 _REACHED_WITH_MATRIX_UNITS = (0.1, 0.55)  # only products are faster
 _MOST_ROWS = 4_096  # of the measured product; enough to reach full speed

@@ -47,7 +47,7 @@ _LESS_TO_PREDICT = (
     "lower config.finetune.eval_batch_size, or set config.finetune.vectorize_seeds=false"
 )
 # (minimum width, learning rate): ELECTRA (Clark et al., 2020, appendix B), as the official ConvBERT
-# code. For smaller widths see benchmarks/RESULTS.md, section 13.
+# code. Smaller widths learn little at 3e-4.
 _RATES = ((1024, 5e-5), (768, 1e-4), (256, 3e-4))
 _RATE_BELOW = 1e-3
 _SMALL = 384  # maximum width of encoders for which a batch of 32 rows leaves an accelerator idle

@@ -112,7 +112,7 @@ def _of_all_rows_with_bias(h, table, bias):
     The backward pass appends ones to the vectors, so the product for the table's gradient also
     yields the bias gradient; a separate sum would read all logits again. Slicing the table's
     gradient costs time, so it pays off only if the logits are much larger than the table
-    (benchmarks/RESULTS.md, section 6).
+    (benchmarks/notes/tpu_steps.md).
     """
     return _of_all_rows(h, table) + bias
 

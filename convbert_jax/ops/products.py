@@ -255,7 +255,7 @@ def fused_dense(
 
     On a TPU the gradient of `x` is one product with all kernels. With separate products the
     compiler writes each result to memory and then reads them again to add them
-    (benchmarks/RESULTS.md, section 6).
+    (benchmarks/notes/tpu_steps.md).
     """
     if dispatch.platform() != "tpu" or partitioning.splits_heads():
         return [dense(x, *each, dtype) for each in zip(kernels, biases, strict=True)]
@@ -307,7 +307,7 @@ def grouped_dense(
 
     C = G I and C_out = G O. Slicing at channels that are not multiples of 128 copies the whole
     array on a TPU. That costs more than one product with a block-diagonal matrix
-    (benchmarks/RESULTS.md, section 15).
+    (benchmarks/notes/tpu_steps.md).
     """
     cut = any(size % _LANES for size in kernel.shape[1:])
     if dispatch.platform() == "tpu" and cut and not partitioning.splits_heads():

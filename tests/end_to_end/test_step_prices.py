@@ -2,8 +2,8 @@
 
 Models have two layers instead of twelve to compile in minutes, in a scan unless unrolled. The
 cost covers layers, embeddings, logits, sampling, the update and communication.
-benchmarks/RESULTS.md has full steps in sections 6 and 15. Update both after any change of cost,
-including a reduction.
+benchmarks/RESULTS.md and benchmarks/notes/tpu_steps.md have full steps. Update both after any
+change of cost, including a reduction.
 """
 
 import functools
@@ -90,7 +90,7 @@ def test_parameters_over_chips_are_fetched():
 
 
 def test_convbert_costs_what_electra_does_at_equal_shapes():
-    """Holds at either bandwidth, in a scan. RESULTS section 6 has full steps without a scan."""
+    """Holds at either bandwidth, in a scan. RESULTS has full steps without a scan."""
     convbert, electra = (
         step.count_cycles(plan(name), "tpu:v5e") for name in ("base", "electra-base")
     )

@@ -120,7 +120,7 @@ def test_gpus_are_compared(tmp_path):
 
 @pytest.mark.parametrize(("name", "loops", "gigabytes"), [("small", 1, 48.8), ("base", 12, 150.8)])
 def test_a_gpu_moves_about_what_xla_compiles_for_one(tmp_path, name, loops, gigabytes):
-    """Compares with the bytes in benchmarks/RESULTS.md, section 9, measured on one H100."""
+    """Compares with the bytes in benchmarks/notes/gpu.md, compiled by XLA for an H100."""
     fields = {"model.attention_dropout": 0.0, "model.scan_unroll": loops}
     config = convbert_jax.load_config(name, **fields)
     plan = recipes.plan(config, tmp_path, topology="gpu:h100")
