@@ -28,7 +28,8 @@ def tiny(mixer: str) -> Sections:
 
     All layers have kernel size 7, as in `t5_base`, so encoder and decoder have one stage each;
     growing kernel sizes would need eight stages, each compiled for every batch shape. Pre-norm
-    trains faster, and unrolled layers run faster on a CPU (benchmarks/RESULTS.md, section 14).
+    trains faster (benchmarks/notes/sequences.md), and unrolled layers run faster on a CPU
+    (benchmarks/notes/cpu.md).
     """
     model = _model(mixer, 128, 256, 4, _SAME, layers=4, dropout=0.3)
     return dataclasses.replace(model, scan_unroll=4), SequenceSection(norm="pre")

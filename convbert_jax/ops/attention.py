@@ -257,7 +257,7 @@ def weights_of(query, key, segment_ids, key_segment_ids, causal, dtype):
 
 def _scores(query, key):
     # jnp.einsum with autodiff: its gradients are float32 products too, and faster on a TPU than
-    # those of `products.einsum` (benchmarks/RESULTS.md).
+    # those of `products.einsum` (benchmarks/notes/tpu_kernels.md).
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
     return scores * query.shape[-1] ** -0.5
 
@@ -265,8 +265,8 @@ def _scores(query, key):
 # --- Kernels of this package, JAX and cuDNN, on a mesh ---
 
 
-# Below this length splash is slower than XLA (benchmarks/RESULTS.md): each grid step has a fixed
-# cost, and a short row takes one step per head.
+# Below this length splash is slower than XLA (benchmarks/notes/tpu_kernels.md): each grid step has
+# a fixed cost, and a short row takes one step per head.
 SPLASH_FROM = 512
 # Up to this length splash is slower than pallas_tpu, which does not transpose heads in memory.
 SPLASH_BEYOND = 2048

@@ -334,7 +334,7 @@ def sum_over_rows(
     Each device applies `function` to its own rows; the partial sums are cast to `dtype` and
     all-reduced. The compiler does the same for replicated parameters. If `fsdp` splits parameters,
     it would send activations instead, so the local sums are then explicit
-    (benchmarks/RESULTS.md, section 15). On one device this is `function`.
+    (benchmarks/notes/tpu_steps.md). On one device this is `function`.
 
     Args:
       function: sums the rows of its arguments; returns a tree of arrays.

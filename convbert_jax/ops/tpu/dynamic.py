@@ -201,7 +201,7 @@ def _dynamic_backward_kernel(
 # --- Light convolution ---
 
 
-FEWEST_TAPS = 9  # benchmarks/RESULTS.md, section 5
+FEWEST_TAPS = 9  # benchmarks/notes/tpu_kernels.md
 
 
 def light_suits(offsets: tuple[int, ...]) -> bool:
