@@ -36,9 +36,9 @@ import pytest
 from tests.running import EXPENSIVE, read_expensive
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-PARTS = (
+PARTS = [
     *("ops", "objectives", "models", "data", "training/checkpoints.py", "interop", "inference"),
-)
+]
 MUTANTS, SEED, LIMIT_SECONDS = 120, 0, 180.0
 SWAPS: dict[type, type] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt},
@@ -119,9 +119,10 @@ def draw(covered: dict[str, dict[int, list[str]]]) -> list[Mutant]:
     """Draws MUTANTS among the executed lines, the same number from each of PARTS."""
     chosen, generator = [], random.Random(SEED)
     for number, part in enumerate(PARTS):
+        place = REPOSITORY / "convbert_jax" / part
         found = [
             mutant
-            for path in sorted((REPOSITORY / "convbert_jax" / part).rglob("*.py"))
+            for path in ([place] if place.is_file() else sorted(place.rglob("*.py")))
             for mutant in mutants_of(path)
             if covered.get(mutant.path, {}).get(mutant.line)
         ]
