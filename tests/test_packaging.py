@@ -102,7 +102,8 @@ def test_importing_the_package_loads_no_jax():
 
 
 @pytest.mark.parametrize(
-    "program", ["-m convbert_jax.main --help", "-m convbert_jax.demo --help", "launch/sweep.py"]
+    "program",
+    ["-m convbert_jax.main --help", "-m convbert_jax.demo --workdir=a", "launch/sweep.py"],
 )
 def test_a_checkout_into_which_nothing_was_installed(program):
     """-S leaves out site-packages."""

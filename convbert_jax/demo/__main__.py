@@ -9,7 +9,6 @@ import sys
 from convbert_jax import console
 
 with console.missing_package_message():
-    from convbert_jax import console
     from convbert_jax.config import UserError, plugins
 
 
@@ -33,7 +32,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = make_parser().parse_args()
-    console.set_up_logging()
+    with console.missing_package_message():
+        console.set_up_logging()
     if not 0 <= options.port < 2**16:
         console.fail(f"--port={options.port} is not between 0 and 65535.", code=2)
     try:

@@ -413,7 +413,7 @@ def test_a_run_of_other_seeds_does_not_go_on_from_it(start, tmp_path, monkeypatc
     ("works", "work", "knob"),
     [
         ("put_whole_batch", "1 x 8 rows", "config.finetune.batch_size"),
-        ("fetch", "1 x 16 rows", "config.finetune.eval_batch_size"),
+        ("fetch_outputs", "1 x 16 rows", "config.finetune.eval_batch_size"),
     ],
 )
 def test_out_of_memory_names_what_was_done_and_its_knob(
