@@ -207,7 +207,10 @@ def step(name: str, section: MeshSection) -> tuple[np.ndarray, Params, set[str]]
     mesh = partitioning.make_mesh(section, jax.devices()[: math.prod(dataclasses.astuple(section))])
     with pytest.MonkeyPatch.context() as patch, jax.set_mesh(mesh):
         patch.setattr(partitioning, "_SMALL", 2**10)  # shard small parameters too
-        for module, make in ((optimizer, "make_optimizer"), (finetuning, "make_told_optimizer")):
+        for module, make in (
+            (optimizer, "make_optimizer"),
+            (finetuning, "make_injected_lr_optimizer"),
+        ):
             patch.setattr(module, make, lambda *_: optax.trace(decay=0.0))  # keeps the gradient
         if recipe == "finetune":
             case = make_finetuning(config, name.rpartition(" ")[2], mesh)
