@@ -14,12 +14,11 @@ import convbert_jax
 from convbert_jax import recipes
 from convbert_jax.config import UserError, to_config_dict
 from convbert_jax.inference import model as model_module
-from convbert_jax.inference import model as writing_model
 from tests import runs
 from tests.refusals import refused
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-DOCUMENTED = (convbert_jax, model_module, writing_model)
+DOCUMENTED = (convbert_jax, model_module)
 NOT_NUMBERS = ("seconds", "tokens_per_second", "memory", "mfu")
 
 

@@ -78,12 +78,6 @@ def _as_if_absent(package: str) -> Iterator[None]:
         del sys.modules[package]
 
 
-# tensorboardX imports PyTorch if installed, only for type annotations. That takes two seconds.
-with _as_if_absent("torch"):
-    from tensorboardX import summary
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-    from tensorboardX.record_writer import RecordWriter
-
 _FLUSH_SECONDS = 60  # between flushes, which wait for the disk
 
 
@@ -100,6 +94,13 @@ class EventFile:
         Raises:
           OSError: the file cannot be written.
         """
+        # Imported late, because inference imports this module. tensorboardX imports PyTorch if
+        # installed, only for type annotations, which takes two seconds.
+        with _as_if_absent("torch"):
+            from tensorboardX import summary
+            from tensorboardX.proto import event_pb2
+            from tensorboardX.record_writer import RecordWriter
+        self._make_event, self._make_scalar = event_pb2.Event, summary.scalar
         # Random: another run may start within the same second, and the name must not be a symlink.
         unique = f"{socket.gethostname()}.{secrets.token_hex(8)}"
         name = f"events.out.tfevents.{time.time():017.6f}.{unique}"
@@ -109,14 +110,14 @@ class EventFile:
             self._local = Path(self._folder.name) / name
         self._file = RecordWriter(str(self._local))
         self._flushed = time.monotonic()
-        self._write(Event(step=purge_step, file_version="brain.Event:2"))
-        start = SessionLog(status=SessionLog.START)
-        self._write(Event(step=purge_step, session_log=start))
+        self._write(step=purge_step, file_version="brain.Event:2")
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(step=purge_step, session_log=start)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Adds the values of a step by name; raises OSError if they cannot be written."""
         for name, value in values.items():
-            self._write(Event(step=step, summary=summary.scalar(name, value)))
+            self._write(step=step, summary=self._make_scalar(name, value))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._flush()
             self._flushed = time.monotonic()
@@ -133,8 +134,8 @@ class EventFile:
         if self._local != self._place:
             storage.copy(self._local, self._place)
 
-    def _write(self, event: Event) -> None:
-        event.wall_time = time.time()
+    def _write(self, **fields: object) -> None:
+        event = self._make_event(wall_time=time.time(), **fields)
         self._file.write(event.SerializeToString())
 
 

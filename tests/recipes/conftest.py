@@ -5,7 +5,7 @@ import pytest
 from tests import runs
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _one_device():
     with runs.one_device():
         yield
