@@ -74,8 +74,8 @@ def main() -> None:
         cells = [f"{sum(counts.values()):,}", *(f"{counts[kind]:,}" for kind in KINDS)]
         cells += [f"{moved / 1e9:.1f}", f"{temporaries / 2**30:.2f}", f"{seconds:.0f}"]
         print(f"{name:16}" + "".join(f"{cell:>10}" for cell in cells), flush=True)
-        dearest = sorted(programs, key=lambda one: -one.times * one.size)
-        for one in dearest[: options.operations]:
+        most_expensive = sorted(programs, key=lambda one: -one.times * one.size)
+        for one in most_expensive[: options.operations]:
             size = f"{one.times:4} x {one.size / 1e6:9.2f} MB"
             print(f"    {size}  {one.kind:9} {one.source}")
 

@@ -160,7 +160,7 @@ def print_price(title: str, config: Config, target: str, operations: int) -> Non
     """Prints one row of the table, followed by the most expensive operations."""
     numbers = price(config, target)
     print(f"| {' | '.join([title, *describe(numbers, target)])} |", flush=True)
-    for each in numbers["dearest"][:operations] if numbers["fits"] else ():
+    for each in numbers["most_expensive"][:operations] if numbers["fits"] else ():
         print(f"{each['cycles'] / 1e6:9.2f}  {each['times']} x {each['name']}  {each['source']}")
 
 

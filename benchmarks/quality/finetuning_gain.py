@@ -3,8 +3,8 @@
     python -m benchmarks.quality.finetuning_gain --init-from=runs/tiny --folder=runs/gain
     python -m benchmarks.quality.finetuning_gain --init-from=runs/tiny --folder=runs/gain \\
         --tasks CoLA TREC --train-rows=500
-    python -m benchmarks.quality.finetuning_gain --init-from=BERT_FOLDER --folder=runs/beside \\
-        --methods pre-trained pytorch --tasks TREC --train-rows=10000 --learning-rates 1e-4 \\
+    python -m benchmarks.quality.finetuning_gain --init-from=BERT_FOLDER --folder=runs/pytorch \\
+        --methods pre-trained pytorch --tasks TREC --train-rows=10000 --learning-rates 3e-4 \\
         --epochs 3 --batch-size=32 --seeds=3
 
 Eight tasks of CONVBERT_DATA (default ../shared/data). All methods use the same training rows,
@@ -15,7 +15,7 @@ drawn once, and the same scored rows: dev where GLUE hides its test labels, othe
 - Bag of words: TF-IDF of words and word pairs with logistic regression, its strength chosen by
   cross-validation on the training rows. For text pairs: the features of both and their difference.
 - PyTorch, if asked for: transformers' class of a Hugging Face folder with the same head, recipe and
-  number of seeds, with transformers' tokenizer and a training loop of its own.
+  number of seeds, with transformers' tokenizer and a separate training loop.
 
 Resumable; --methods runs parts. Writes FOLDER/gain.json and FOLDER/gain.png.
 """

@@ -99,7 +99,7 @@ class Largest:
         fit. The prediction may be too high, because compilers save memory when it is short.
       next_bytes: bytes per device of that batch.
       next_planned: whether that batch was planned, not predicted.
-      dearer: seconds per row of `plan`, divided by the lowest seconds per row of all batches.
+      row_cost: seconds per row of `plan`, divided by the lowest seconds per row of all batches.
       gave_up: whether the search ended because rows became too expensive.
     """
 
@@ -108,7 +108,7 @@ class Largest:
     next_rows: int
     next_bytes: float
     next_planned: bool
-    dearer: float
+    row_cost: float
     gave_up: bool
 
     @property
@@ -129,7 +129,7 @@ class Largest:
                 "used": self.next_bytes,
                 "by": "plan" if self.next_planned else "prediction",
             },
-            "seconds_of_a_row_to_the_cheapest": self.dearer,
+            "seconds_of_a_row_to_the_cheapest": self.row_cost,
             "ended_as_rows_were_dear": self.gave_up,
         }
 
@@ -157,8 +157,8 @@ def describe_search(largest: Largest, did: str) -> list[str]:
     else:
         size = spell_bytes(largest.next_bytes)
         lines.append(f"  next: {largest.next_rows:,} rows would need {size}, PREDICTED, not {did}")
-    if largest.plan and largest.dearer >= 1.005:  # two decimals are shown
-        cheapest = f"a row costs {largest.dearer:.2f} times a row of the cheapest batch above"
+    if largest.plan and largest.row_cost >= 1.005:  # two decimals are shown
+        cheapest = f"a row costs {largest.row_cost:.2f} times a row of the cheapest batch above"
         lines.append(
             f"  search ended: {cheapest}; use config.train.accumulation instead"
             if largest.gave_up

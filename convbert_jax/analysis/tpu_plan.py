@@ -91,13 +91,13 @@ class Operations:
         bandwidth, which is a lower bound.
       parts: part of the model -> cycles, with the same total. A fusion counts for the part of its
         last operation.
-      dearest: (cycles, executions, name, source name), most expensive first.
+      most_expensive: (cycles, executions, name, source name), most expensive first.
       unestimated: kind of operation without an estimate -> number of executions.
     """
 
     groups: Mapping[str, float]
     parts: Mapping[str, float]
-    dearest: tuple[tuple[float, int, str, str], ...]
+    most_expensive: tuple[tuple[float, int, str, str], ...]
     unestimated: Mapping[str, int]
 
 
@@ -412,7 +412,9 @@ def to_json(plan: Plan, price: float | None = None) -> dict[str, Any]:
             "memory": dataclasses.asdict(step.memory) | {"used": step.memory.used},
             "cycles": dict(step.operations.groups),
             "cycles_by_part": step.parts,
-            "dearest": [dict(zip(names, row, strict=True)) for row in step.operations.dearest],
+            "most_expensive": [
+                dict(zip(names, row, strict=True)) for row in step.operations.most_expensive
+            ],
             "unestimated": dict(step.operations.unestimated),
             "collectives": [
                 dataclasses.asdict(each) | {"sent_bytes": each.sent_bytes}
@@ -475,7 +477,7 @@ def _describe_operations(step: Step) -> list[str]:
         "most expensive operations, in million cycles",
         *(
             f"  {cycles / 1e6:>8.2f}  {times:>3} x {name:<42} {_end_of(source)}"
-            for cycles, times, name, source in o.dearest
+            for cycles, times, name, source in o.most_expensive
         ),
         "",
     ]

@@ -11,7 +11,7 @@ from convbert_jax.training.partitioning import ShardingError
 
 _SEARCHES = 4  # maximum number of plans after the first in the batch search
 _FULL = 0.97  # share of memory above which the search ends: a plan takes minutes
-_DEAR = 1.1  # ratio of seconds per row above which accumulation of smaller batches is faster
+_MAX_ROW_COST = 1.1  # a higher `row_cost`: smaller batches with accumulation are faster
 _ROWS = 8  # sublanes: minimum rows of a TPU computation
 _LANES = 128  # lanes of a TPU register
 _HALVES = 3  # maximum number of times a comparison doubles the microbatches
@@ -31,7 +31,7 @@ def find_largest(first: Planned, plan_one: PlanOne) -> Largest:
     for _ in range(_SEARCHES):
         plans = [trial.plan for trial in trials]
         best = _best(plans)
-        if best and (best.used >= _FULL * best.capacity or _dearer(best, plans) > _DEAR):
+        if best and (best.used >= _FULL * best.capacity or _row_cost(best, plans) > _MAX_ROW_COST):
             break
         batch = _next_batch(plans, unit)
         if batch is None:
@@ -40,9 +40,13 @@ def find_largest(first: Planned, plan_one: PlanOne) -> Largest:
         trials.append(Trial(found, _Line(plans).bytes_of(batch)))
     plans = [trial.plan for trial in trials]
     best = _best(plans)
-    dearer = _dearer(best, plans) if best else 1.0
+    row_cost = _row_cost(best, plans) if best else 1.0
     return Largest(
-        best, tuple(trials), *_find_next(plans, best, unit), dearer, gave_up=dearer > _DEAR
+        best,
+        tuple(trials),
+        *_find_next(plans, best, unit),
+        row_cost,
+        gave_up=row_cost > _MAX_ROW_COST,
     )
 
 
@@ -68,7 +72,7 @@ def _best(plans: list[Planned]) -> Planned | None:
     return max((plan for plan in plans if plan.fits), key=lambda plan: plan.rows, default=None)
 
 
-def _dearer(best: Planned, plans: list[Planned]) -> float:
+def _row_cost(best: Planned, plans: list[Planned]) -> float:
     return price_of_row(best) / min(price_of_row(plan) for plan in plans if plan.fits)
 
 

@@ -124,7 +124,7 @@ def test_the_search_ends_where_rows_become_expensive():
     assert first.predicted is None
     # Predicted from the memory that grows with rows; parameters are constant.
     assert second.predicted == pytest.approx(CAPACITY * 2**30, rel=0.01)
-    assert search.dearer == pytest.approx(536 / 395)
+    assert search.row_cost == pytest.approx(536 / 395)
     assert search.gave_up
     assert search.next_rows > search.plan.rows
     assert not search.next_planned
