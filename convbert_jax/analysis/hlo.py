@@ -12,6 +12,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from convbert_jax.objectives.cross_entropy import RARELY_TAKEN
+
 _DUMP = "*.after_codegen.txt"  # last dump, with the compiler's estimates
 
 
@@ -105,7 +107,10 @@ class Computations(dict[str, dict[str, Instruction]]):
                 lines[last] = lines[last]._replace(rest=lines[last].rest + line)
 
     def walk(self) -> Iterator[Scheduled]:
-        """Yields all scheduled instructions; of branches, only the most expensive one."""
+        """Yields all scheduled instructions.
+
+        Of branches, only the most expensive one; the cheapest one in the scope RARELY_TAKEN.
+        """
         return self._walk(self.entry, 1)
 
     def _walk(self, name: str, times: int) -> Iterator[Scheduled]:
@@ -116,7 +121,8 @@ class Computations(dict[str, dict[str, Instruction]]):
             elif opcode == "conditional":
                 branches = _BODIES.findall(rest) or _BRANCHES.search(rest)[1].split(", ")
                 paths = [list(self._walk(branch.lstrip("%"), times)) for branch in branches]
-                yield from max(paths, key=lambda path: sum(s.times * _cycles(s) for s in path))
+                choose = min if RARELY_TAKEN in rest else max
+                yield from choose(paths, key=lambda path: sum(s.times * _cycles(s) for s in path))
             elif _SPARSE_CORE in rest:
                 if opcode == "async-start":
                     yield from self._beside(instruction, times, name)

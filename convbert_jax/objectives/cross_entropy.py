@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from convbert_jax.ops import dispatch
 
 BLOCK = 256  # classes per block
+# Scope of a conditional whose expensive branch runs in few steps or none; plans leave it out.
+RARELY_TAKEN = "rarely_taken"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -63,13 +65,20 @@ cross_entropy.defvjp(_forward, _backward)
 def top1_accuracy(logits: Float[Array, "*B W"], labels: Int[Array, "*B"]) -> Float[Array, "*B"]:
     """Return 1 if only the label has the largest logit, 1/n if n classes share it, else 0.
 
-    Constant logits score 1/W, like guessing. NaN scores 0. The loss needs the largest logit too,
-    which makes this cheaper than an argmax.
+    Constant logits score 1/W, like guessing. NaN scores 0.
     """
     correct = jnp.take_along_axis(logits, labels[..., None], axis=-1)
-    largest = jnp.max(logits, axis=-1, keepdims=True)
-    ties = jnp.maximum(1, (logits == largest).sum(axis=-1))
-    return (correct >= largest)[..., 0] / ties
+    is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
+    # This maximum is found in the same pass over the logits as the one of the loss. Counting equal
+    # logits is a second pass, done only if some label has an equal.
+    others = jnp.where(is_label, -jnp.inf, logits).max(axis=-1, keepdims=True)
+    with jax.named_scope(RARELY_TAKEN):
+        ties = jax.lax.cond(
+            jnp.any(correct == others),
+            lambda: jnp.maximum(1, (logits == correct).sum(axis=-1)),
+            lambda: jnp.ones(labels.shape, jnp.int32),
+        )
+    return (correct >= others)[..., 0] / ties
 
 
 def weigh(logits: Float[Array, "*B W"]) -> Float[Array, "*B W"]:

@@ -60,6 +60,14 @@ def test_operations_of_a_loop_count_as_often_as_it_runs():
     assert kernel.results == ("f32[8,64]{1,0:T(8,128)}",)
 
 
+@pytest.mark.parametrize(("scope", "times"), [("loss", [12, 1]), ("rarely_taken", [12])])
+def test_the_most_expensive_branch_counts_unless_it_is_rarely_taken(scope, times):
+    branches = "true_computation=%body, false_computation=%condition"
+    metadata = f'metadata={{op_name="jit(f)/{scope}/cond"}}'
+    program = PROGRAM.replace("copy(%sort.1)", f"conditional(%p, %x, %x), {branches}, {metadata}")
+    assert [o.times for o in hlo.scheduled(program) if o.name == "double"] == times
+
+
 def test_a_loop_without_a_trip_count_is_refused():
     with pytest.raises(ValueError):  # noqa: PT011
         hlo.scheduled(PROGRAM.replace("direction=LT", "direction=GT"))
