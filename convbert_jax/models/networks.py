@@ -391,15 +391,41 @@ HEADS = {
 # --- Generation ---
 
 
-class LanguageModel(nnx.Module):
+class _Generative(nnx.Module):
+    """A network with a decoder, its embeddings `target` and an output table."""
+
+    def _add_output(self, config, tokens, rngs: nnx.Rngs):
+        if not config.tied_output:
+            start = nnx.initializers.normal(tokens.size**-0.5)
+            self.output = Embed(tokens.vocab_size, tokens.size, start, rngs)
+        self.config = config
+
+    def step(
+        self,
+        tokens: Int[Array, " R"],
+        state: tuple[State, ...],
+        place: Int[Array, ""],
+        read: DecodeContext,
+        dtype: jnp.dtype = jnp.float32,
+    ) -> tuple[Float[Array, "R V"], tuple[State, ...]]:
+        """Return logits of the token after the one at `place`, and the state after it."""
+        # Position within each row's own text.
+        places = place - jnp.repeat(read.first, len(tokens) // len(read.first))
+        x = self.target.at(tokens, places, dtype)
+        x, state = self.decoder.step(x, state, places, read)
+        return self._logits(x)[:, 0], state
+
+    def _logits(self, x):
+        return output_logits(x, self.target.word if self.config.tied_output else self.output)
+
+
+class LanguageModel(_Generative):
     """Decoder-only language model: each position predicts the next token."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs):
         self.target = Tokens(config.tokens, rngs)
         self.decoder = Decoder(config.decoder, rngs)
-        if not config.tied_output:
-            self.output = _output_table(config.tokens, rngs)
-        self.config = config
+        self._add_output(config, config.tokens, rngs)
 
     def __call__(
         self,
@@ -455,25 +481,8 @@ class LanguageModel(nnx.Module):
         x = self.target(before, segment_ids, dtype=dtype)
         return self.decoder.prefill(x, segment_ids, length, copies), read
 
-    def step(
-        self,
-        tokens: Int[Array, " R"],
-        state: tuple[State, ...],
-        place: Int[Array, ""],
-        read: DecodeContext,
-        dtype: jnp.dtype = jnp.float32,
-    ) -> tuple[Float[Array, "R V"], tuple[State, ...]]:
-        """Return logits of the token after the one at `place`, and the state after it."""
-        places = _of_rows(place, read, len(tokens))
-        x = self.target.at(tokens, places, dtype)
-        x, state = self.decoder.step(x, state, places, read)
-        return self._logits(x)[:, 0], state
 
-    def _logits(self, x):
-        return output_logits(x, self.target.word if self.config.tied_output else self.output)
-
-
-class EncoderDecoder(nnx.Module):
+class EncoderDecoder(_Generative):
     """Encoder-decoder; with a shared vocabulary, `target` embeds the source too."""
 
     def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs):
@@ -482,9 +491,7 @@ class EncoderDecoder(nnx.Module):
             self.source = Tokens(config.source, rngs)
         self.encoder = Encoder(config.encoder, rngs)
         self.decoder = Decoder(config.decoder, rngs)
-        if not config.tied_output:
-            self.output = _output_table(config.target, rngs)
-        self.config = config
+        self._add_output(config, config.target, rngs)
 
     def __call__(
         self,
@@ -548,32 +555,6 @@ class EncoderDecoder(nnx.Module):
         state = self.decoder.start(len(source) * copies, length, dtype, copies)
         first = jnp.zeros(len(source), jnp.int32)
         return state, self.decoder.read(first, encoded, source_ids)
-
-    def step(
-        self,
-        tokens: Int[Array, " R"],
-        state: tuple[State, ...],
-        place: Int[Array, ""],
-        read: DecodeContext,
-        dtype: jnp.dtype = jnp.float32,
-    ) -> tuple[Float[Array, "R V"], tuple[State, ...]]:
-        """Return logits of the token after the one at `place`, and the state after it."""
-        places = _of_rows(place, read, len(tokens))
-        x = self.target.at(tokens, places, dtype)
-        x, state = self.decoder.step(x, state, places, read)
-        return self._logits(x)[:, 0], state
-
-    def _logits(self, x):
-        return output_logits(x, self.target.word if self.config.tied_output else self.output)
-
-
-def _of_rows(place: Int[Array, ""], read: DecodeContext, rows: int) -> Int[Array, " R"]:
-    """Return the position within each row's own text."""
-    return place - jnp.repeat(read.first, rows // len(read.first))
-
-
-def _output_table(tokens, rngs: nnx.Rngs) -> Embed:
-    return Embed(tokens.vocab_size, tokens.size, nnx.initializers.normal(tokens.size**-0.5), rngs)
 
 
 def _make_encoder_decoder(config: Config, rngs: nnx.Rngs) -> EncoderDecoder:
