@@ -69,15 +69,21 @@ def top1_accuracy(logits: Float[Array, "*B W"], labels: Int[Array, "*B"]) -> Flo
     """
     correct = jnp.take_along_axis(logits, labels[..., None], axis=-1)
     is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
-    # This maximum is found in the same pass over the logits as the one of the loss. Counting equal
-    # logits is a second pass, done only if some label has an equal.
+    # This maximum is found in the same pass over the logits as the one of the loss.
     others = jnp.where(is_label, -jnp.inf, logits).max(axis=-1, keepdims=True)
-    with jax.named_scope(RARELY_TAKEN):
-        ties = jax.lax.cond(
-            jnp.any(correct == others),
-            lambda: jnp.maximum(1, (logits == correct).sum(axis=-1)),
-            lambda: jnp.ones(labels.shape, jnp.int32),
-        )
+
+    def count():
+        return jnp.maximum(1, (logits == correct).sum(axis=-1))
+
+    if dispatch.platform() == "tpu":
+        # Counting is a second pass, done only if some label has an equal. A GPU would wait for the
+        # host at a branch, and CPUs must not communicate inside of one.
+        with jax.named_scope(RARELY_TAKEN):
+            ties = jax.lax.cond(
+                jnp.any(correct == others), count, lambda: jnp.ones(labels.shape, jnp.int32)
+            )
+    else:
+        ties = count()
     return (correct >= others)[..., 0] / ties
 
 
