@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 
+from benchmarks import timing
 from convbert_jax.analysis.hlo import SHAPE, Computations, Instruction, array_bytes
 from convbert_jax.command_line import overrides
 
@@ -62,8 +63,7 @@ def main() -> None:
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}",
     }
-    heads = ("programs", *KINDS, "GB", "GiB", "s")
-    print(f"{'':16}" + "".join(f"{head:>10}" for head in heads))
+    table = timing.Table("config", "programs", *KINDS, "GB", "GiB", "s")
     for name in options.configs:
         text, temporaries, seconds = compile_step(name, NO_DROPOUT | fields)
         programs = list(read_programs(text))
@@ -71,9 +71,8 @@ def main() -> None:
             program.kind for program in programs for _ in range(program.times)
         )
         moved = sum(program.times * program.size for program in programs)
-        cells = [f"{sum(counts.values()):,}", *(f"{counts[kind]:,}" for kind in KINDS)]
-        cells += [f"{moved / 1e9:.1f}", f"{temporaries / 2**30:.2f}", f"{seconds:.0f}"]
-        print(f"{name:16}" + "".join(f"{cell:>10}" for cell in cells), flush=True)
+        of_kinds = (counts[kind] for kind in KINDS)
+        table.add(name, counts.total(), *of_kinds, moved / 1e9, temporaries / 2**30, seconds)
         most_expensive = sorted(programs, key=lambda one: -one.times * one.size)
         for one in most_expensive[: options.operations]:
             size = f"{one.times:4} x {one.size / 1e6:9.2f} MB"

@@ -19,17 +19,16 @@ are for tracing, lowering and compiling, without a cache.
 
 import argparse
 import dataclasses
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import convbert_jax
-from convbert_jax.analysis import tpu_devices, tpu_pricing
+from benchmarks import timing
+from convbert_jax.analysis import tpu_devices
 from convbert_jax.command_line import overrides
 from convbert_jax.config import Config
 
-TARGETS = ("cpu", *(f"tpu:{name}" for name in tpu_devices.CHIPS))
 SHAPES = {"base": ("256x128", "64x512"), "small": ("128x128", "32x512")}  # equally many tokens
 ELECTRA = "electra-"  # prefix of a config name: the same config with attention only
 GIB = 2**30
@@ -70,7 +69,7 @@ class Cycles:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="tpu:v5e", choices=TARGETS)
+    parser.add_argument("--target", default="tpu:v5e", choices=timing.TARGETS[:-1])
     parser.add_argument(
         "--configs",
         nargs="+",
@@ -88,19 +87,23 @@ def main() -> None:
     fields, rest = overrides.take(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    timing.use(options.target)
     if options.target == "cpu":
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        table = timing.Table("step, float32", "s to lower", "s to compile", "temporaries, GB")
     else:
-        tpu_pricing.use_compile_only_tpu()
         print(f"million cycles of a step on one {options.target}, by the TPU compiler's model")
-        print(f"| {' | '.join(COLUMNS)} |\n|---{'|---:' * (len(COLUMNS) - 1)}|", flush=True)
+        table = timing.Table(*COLUMNS)
     for name in options.configs:
         for shape in options.shapes or default_shapes(name):
             config = read_config(name, shape, fields)
             if options.target == "cpu":
-                print_seconds(f"{name}, {shape}", config)
-            else:
-                print_price(f"{name}, {shape}", config, options.target, options.operations)
+                table.add(f"{name}, {shape}", *compile_on_cpu(config))
+                continue
+            numbers = price(config, options.target)
+            table.add(f"{name}, {shape}", *describe(numbers, options.target))
+            for each in numbers["most_expensive"][: options.operations] if numbers["fits"] else ():
+                cycles = f"{each['cycles'] / 1e6:9.2f}"
+                print(f"{cycles}  {each['times']} x {each['name']}  {each['source']}")
 
 
 def default_shapes(name: str) -> tuple[str, ...]:
@@ -156,14 +159,6 @@ def count_cycles(numbers: Mapping[str, Any], target: str) -> Cycles:
     return Cycles(*groups, pessimism=tpu_devices.chip(target).memory_pessimism)
 
 
-def print_price(title: str, config: Config, target: str, operations: int) -> None:
-    """Prints one row of the table, followed by the most expensive operations."""
-    numbers = price(config, target)
-    print(f"| {' | '.join([title, *describe(numbers, target)])} |", flush=True)
-    for each in numbers["most_expensive"][:operations] if numbers["fits"] else ():
-        print(f"{each['cycles'] / 1e6:9.2f}  {each['times']} x {each['name']}  {each['source']}")
-
-
 def describe(numbers: Mapping[str, Any], target: str) -> list[str]:
     """Returns the cells of a step under COLUMNS, without its title."""
     seconds = f"{numbers['compile_seconds']:.0f}"
@@ -182,47 +177,25 @@ def describe(numbers: Mapping[str, Any], target: str) -> list[str]:
     ]
 
 
-def build(config: Config, target: str, runs: int | None = None):
-    """Returns (program of a step, (shapes of its state, shapes of its batch)) for one device.
-
-    Computes in bfloat16 on TPU targets and in float32 on the CPU.
-
-    Args:
-      runs: number of runs trained together, as in `Program`.
-    """
+def compile_on_cpu(config: Config) -> tuple[float, float, float]:
+    """Returns the seconds to lower and to compile a step, and its GB of temporaries."""
     import jax
 
     from convbert_jax.recipes.planning import make_batch, make_task
     from convbert_jax.training.partitioning import make_mesh
     from convbert_jax.training.train_step import make_program
 
-    on_cpu = target == "cpu"
-    dtype = "float32" if on_cpu else "bfloat16"
-    config = dataclasses.replace(config, compute_dtype=dtype)
     device = jax.devices()[0]
-    mesh = make_mesh(config.mesh, [device]) if on_cpu else tpu_pricing.make_mesh(target)
-    program = make_program(make_task(config, device), config, mesh, runs=runs)
-    batch = make_batch(config)
-    if runs is not None:
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((runs, *x.shape), x.dtype), batch)
-    return program, (program.abstract, batch)
-
-
-def print_seconds(title: str, config: Config) -> None:
-    import jax
-
-    program, shapes = build(config, "cpu")
+    config = dataclasses.replace(config, compute_dtype="float32")
+    mesh = make_mesh(config.mesh, [device])
+    program = make_program(make_task(config, device), config, mesh)
     started = time.perf_counter()
-    with jax.set_mesh(program.mesh):
-        lowered = program.train_step.trace(*shapes).lower()
+    with jax.set_mesh(mesh):
+        lowered = program.train_step.trace(program.abstract, make_batch(config)).lower()
         seconds = time.perf_counter() - started
         compiled = lowered.compile()
     total = time.perf_counter() - started
-    memory = compiled.memory_analysis().temp_size_in_bytes / 1e9
-    print(
-        f"{title}, float32: traced and lowered in {seconds:.1f} s, compiled in "
-        f"{total - seconds:.1f} s; temporaries {memory:.2f} GB"
-    )
+    return seconds, total - seconds, compiled.memory_analysis().temp_size_in_bytes / 1e9
 
 
 if __name__ == "__main__":

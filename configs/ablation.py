@@ -146,7 +146,7 @@ def _pretrained_sequences(size: str) -> Sweep:
     if size == "small":
         widths = {"hidden_size": 256, "embedding_size": 256, "ffn_size": 1_024, "layers": 8}
     elif size == "base":
-        shape, positions = "t5_base", {"sequence.positions": "none"}
+        shape, positions = "t5_base", {"model.position_embedding": "none"}
     return Sweep(
         config=f"configs/span_corruption.py:{shape},attention",
         variants={

@@ -15,7 +15,7 @@ _SIZES = ("tiny", "lm")
 
 def get_config(variant: str = "tiny,dynamic"):
     config, size = written.start("causal_lm", variant, _SIZES)
-    config.sequence.norm = "pre"
+    config.model.norm = "pre"
     config.optimizer.schedule = "cosine"
     config.optimizer.beta2 = 0.98
     if size == "tiny":

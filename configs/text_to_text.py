@@ -31,8 +31,8 @@ def get_config(variant: str = "tiny,dynamic"):
         config.checkpoint.every = 500
     else:
         # T5 uses dropout in all these places.
-        config.sequence.activation_dropout = config.model.dropout
-        config.sequence.last_dropout = config.model.dropout
+        config.model.activation_dropout = config.model.dropout
+        config.model.last_dropout = config.model.dropout
         config.tokenizer.vocab_size = 32_128
         config.optimizer.method = "adafactor"
         config.optimizer.schedule = "constant"

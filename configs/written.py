@@ -32,7 +32,7 @@ def tiny(mixer: str) -> Sections:
     (benchmarks/notes/cpu.md).
     """
     model = _model(mixer, 128, 256, 4, _SAME, layers=4, dropout=0.3)
-    return dataclasses.replace(model, scan_unroll=4), SequenceSection(norm="pre")
+    return dataclasses.replace(model, norm="pre", scan_unroll=4), SequenceSection()
 
 
 def iwslt_de_en(mixer: str) -> Sections:
@@ -55,7 +55,8 @@ def wmt_en_de_big(mixer: str) -> Sections:
 
 def lm(mixer: str) -> Sections:
     """Returns a pre-norm decoder-only model."""
-    return _model(mixer, 512, 2048, 8, DECODER_KERNELS, dropout=0.1), SequenceSection(norm="pre")
+    model = _model(mixer, 512, 2048, 8, DECODER_KERNELS, dropout=0.1)
+    return dataclasses.replace(model, norm="pre"), SequenceSection()
 
 
 def t5_base(mixer: str) -> Sections:
@@ -66,10 +67,8 @@ def t5_base(mixer: str) -> Sections:
     """
     attends = mixer in ("attention", "bottleneck", "mixed")
     model = _model(mixer, 768, 3072, 12, _SAME, layers=12, dropout=0.1)
-    return model, SequenceSection(
-        norm="pre",
-        positions="sinusoidal" if attends else "none",
-    )
+    positions = "sinusoidal" if attends else "none"
+    return dataclasses.replace(model, norm="pre", position_embedding=positions), SequenceSection()
 
 
 # name -> function that returns config.model and config.sequence
@@ -102,6 +101,8 @@ def _model(mixer, hidden, ffn, heads, kernels, *, dropout, layers=0, glu=True) -
         kernel_size=7,
         kernel_sizes=_taps(mixer, kernels),
         ffn_size=ffn,
+        activation="relu",
+        position_embedding="sinusoidal",
         dropout=dropout,
         attention_dropout=0.1,
         layer_norm_epsilon=1e-5,

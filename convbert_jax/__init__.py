@@ -164,9 +164,7 @@ def pretrain(
     from convbert_jax.config import plugins
 
     with plugins.trusting(trust_remote_code):
-        config, folder, given = _start(config, workdir, changed)
-        if config.recipe == "finetune":
-            raise _other_recipe(config, "finetune")
+        config, folder, given = _start("pretrain", config, workdir, changed)
         return recipes.pretrain(config, folder, given)
 
 
@@ -198,14 +196,15 @@ def finetune(
     from convbert_jax.config import plugins
 
     with plugins.trusting(trust_remote_code):
-        config, folder, given = _start(config, workdir, changed)
-        if config.recipe != "finetune":
-            raise _other_recipe(config, "pretrain")
+        config, folder, given = _start("finetune", config, workdir, changed)
         return recipes.finetune(config, folder, given)
 
 
-def _start(config, workdir, changed: Mapping[str, Any]):
+def _start(function: str, config, workdir, changed: Mapping[str, Any]):
     """Resolves the arguments of a run, and configures jax's platform and compilation cache.
+
+    Args:
+      function: the called function, which must fit the recipe.
 
     Returns:
       The config, the folder of the run, and the paths of the overridden fields.
@@ -225,6 +224,11 @@ def _start(config, workdir, changed: Mapping[str, Any]):
             raise ConfigError(f"workdir={workdir} holds no run ({file.name}: no such file).")
         config = str(file)
     config = load_config(config, **changed)
+    if config.spec.function != function:
+        raise ConfigError(
+            f"config.recipe={config.recipe} is not supported here; call "
+            f"convbert_jax.{config.spec.function}."
+        )
     folder = config_files.choose_workdir(workdir, config)
     environment.prepare_platform(config.platform)
     environment.enable_compile_cache(config.train.compile_cache)
@@ -237,11 +241,3 @@ def _spell_path(name: str, path: str | os.PathLike) -> str:
     if not isinstance(text, str):
         raise UserError(f"{name}={path!r} is not a path; pass a str or a pathlib.Path.")
     return text
-
-
-def _other_recipe(config, function: str) -> UserError:
-    from convbert_jax.config import ConfigError
-
-    return ConfigError(
-        f"config.recipe={config.recipe} is not supported here; call convbert_jax.{function}."
-    )

@@ -56,7 +56,7 @@ def make_config(value: str, changed: Mapping[str, Any]) -> Config:
     if value.endswith(".json"):  # of a run, whose intervals are kept
         config = from_config_dict(change(values, changed))
         check_asked(config, changed)
-        if "train.steps" in changed and config.recipe != "finetune":
+        if "train.steps" in changed and "train" not in config.spec.unread:
             _tell_intervals(config, value, changed)
         return config
     of_file = from_config_dict(values, check=False)

@@ -12,7 +12,7 @@ the number of labels).
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NotRequired, TypedDict, TypeVar
 
 from jaxtyping import Bool, Float32, Int32
@@ -74,6 +74,34 @@ class SequenceBatch(LanguageBatch):
 
     source: Int32[Any, "B S"]
     source_ids: Int32[Any, "B S"]
+
+
+class TextPairBatch(TypedDict):
+    """Pairs of texts as rows of an encoder: [CLS] text [SEP]. Axes: S, T tokens of the texts.
+
+    Made by `data.batching`.
+
+    Attributes:
+      source: first texts.
+      source_ids: segment ids of the first texts, 0 on padding; rows of padding complete a batch.
+      tokens: second texts.
+      segment_ids: segment ids of the second texts.
+      negatives: hard negatives, texts that do not belong to the first texts.
+      negative_ids: segment ids of the hard negatives.
+      score: similarities of the texts.
+    """
+
+    source: Int32[Any, "B S"]
+    source_ids: Int32[Any, "B S"]
+    tokens: Int32[Any, "B T"]
+    segment_ids: Int32[Any, "B T"]
+    negatives: NotRequired[Int32[Any, "B T"]]
+    negative_ids: NotRequired[Int32[Any, "B T"]]
+    score: NotRequired[Float32[Any, " B"]]
+
+
+# Fields of the tokens and of the segment ids of each text of a `TextPairBatch`.
+TEXTS_OF_PAIR = (("source", "source_ids"), ("tokens", "segment_ids"), ("negatives", "negative_ids"))
 
 
 class FinetuneBatch(Batch):
@@ -243,10 +271,3 @@ class Evaluator(Generic[State]):
     init: Callable[[], State]
     update: Callable[[State, Outputs], State]
     finish: Callable[[State], dict[str, float]]
-
-    def over(self, batches: Iterable[Outputs]) -> dict[str, float]:
-        """Computes the metrics of the outputs of some batches."""
-        state = self.init()
-        for outputs in batches:
-            state = self.update(state, outputs)
-        return self.finish(state)

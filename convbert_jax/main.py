@@ -22,6 +22,7 @@ with console.missing_package_message():
     from absl import app, logging
 
     from convbert_jax import command_line, console, interrupts, machine, storage
+    from convbert_jax.command_line import exit_codes
     from convbert_jax.config import Config, UserError
     from convbert_jax.machine import find_accelerators
 
@@ -81,7 +82,7 @@ def _answer(request: command_line.Request) -> None:
         console.fail(f"interrupted; the same command {kept}.", code=interrupts.exit_code(by))
     except BrokenPipeError:
         _stop_printing()
-        sys.exit(1)
+        sys.exit(exit_codes.FAILED)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             console.fail(_name_too_long(error))
@@ -110,7 +111,7 @@ def _run(request: command_line.Request) -> str | None:
         tpu_pricing.use_compile_only_tpu()
     with console.missing_package_message():
         from convbert_jax import recipes
-        from convbert_jax.interop import conversion, importing
+        from convbert_jax.interop import conversion, hub, importing
         from convbert_jax.training import environment
 
     config, workdir = request.config, request.workdir
@@ -152,10 +153,15 @@ def _run(request: command_line.Request) -> str | None:
     elif request.mode == "export":
         output = storage.to_path(request.output) if request.output else None
         options = {"form": request.format, "with_generator": request.generator}
+        options["quantize"] = request.quantize
+        if request.push_to_hub:
+            hub.check(request.push_to_hub)
         if request.source:
-            conversion.convert(request.source, output, **options)
+            folder = conversion.convert(request.source, output, **options)
         else:
-            conversion.export(workdir, step=request.step, output=output, **options)
+            folder = conversion.export(workdir, step=request.step, output=output, **options)
+        if request.push_to_hub:
+            hub.push(folder, request.push_to_hub)
     elif request.mode == "predict":
         recipes.predict(
             str(workdir),
@@ -175,14 +181,12 @@ def _run(request: command_line.Request) -> str | None:
             layers=request.layers,
             output=request.output,
         )
-    elif request.mode == "import" and config.writes_text:
-        importing.import_fairseq(request.source, config, workdir, request.given)
+    elif request.mode == "import" and config.spec.generates:
+        importing.import_generative(request.source, config, workdir, request.given)
     elif request.mode == "import":
         importing.import_run(request.source, config, workdir, request.given)
-    elif config.recipe == "finetune":
-        result = recipes.finetune(config, workdir, request.given)
     else:
-        result = recipes.pretrain(config, workdir, request.given)
+        result = recipes.train(config, workdir, request.given)
         stopped_by = result.stopped_by
     if result and result.report:
         print(result.report, flush=True)
@@ -289,11 +293,11 @@ def _read_command_line(argv: Sequence[str]) -> command_line.Request:
         _stop_printing()
         sys.exit()
     except UserError as error:
-        console.fail(str(error), code=2)
+        console.fail(str(error), code=exit_codes.INVALID)
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        console.fail(_name_too_long(error), code=2)
+        console.fail(_name_too_long(error), code=exit_codes.INVALID)
 
 
 if __name__ == "__main__":

@@ -470,6 +470,15 @@ class Workdir:
                 value=str(self),
             ) from None
 
+    def read_config_at(self, step: int | None) -> Config:
+        """Reads the config, with the values of the phase that trained a checkpoint.
+
+        Args:
+          step: step of the checkpoint; None: the newest.
+        """
+        config = self.read_config()
+        return config.at(step or max(self.steps(), default=0)) if config.phases else config
+
     @contextlib.contextmanager
     def open(self, config: Config, *, writer: bool = True, alone: bool = True) -> Iterator[None]:
         """Context that locks the folder for this run and stores the config.

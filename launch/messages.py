@@ -13,7 +13,7 @@ import sys
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 COMMANDS = (
     ("-m", "convbert_jax.main", "--help"),
-    ("-m", "convbert_jax.demo", "--help"),
+    ("-m", "convbert_jax.serve", "--help"),
     ("launch/sweep.py", "--help"),
 )
 LEAST_WORDS = 4  # shorter strings are names, patterns and parts of tables

@@ -5,7 +5,7 @@
     python launch/sweep.py … --slurm=8 --sbatch='--partition=gpu --gpus=1 --time=24:00:00'
 
 The same command resumes an interrupted sweep. Several workers that share the folder, on one or
-several machines, divide the runs. Documentation: docs/family/sweeps.md.
+several machines, divide the runs. Documentation: docs/howto/sweep.md.
 """
 
 import errno

@@ -1,5 +1,6 @@
-"""Checks batches against their descriptions in `interfaces.batch`."""
+"""Checks batches against their descriptions in `interfaces.py`, and evaluates outputs."""
 
+import functools
 from typing import get_type_hints
 
 from jaxtyping import jaxtyped
@@ -16,3 +17,8 @@ def check_batch(batch, description) -> None:
     with jaxtyped("context"):
         for name, array in batch.items():
             assert isinstance(array, hints[name]), f"{name}: {array.dtype} {array.shape}"
+
+
+def metrics_of(evaluator, outputs) -> dict[str, float]:
+    """Returns the metrics of an `Evaluator` for the outputs of some batches."""
+    return evaluator.finish(functools.reduce(evaluator.update, outputs, evaluator.init()))

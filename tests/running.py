@@ -27,7 +27,7 @@ EXPECTED = {"slow": 20.0, "tpu_compile": 10.0, "parity": 1.0}
 EXPECTED_ELSE = 0.2
 SHOWN = 10
 LACKS = "could not import"  # message of pytest.importorskip
-NO_BEAM = "needs Apache Beam, which conflicts with the lock files: see docs/pretraining.md"
+NO_BEAM = "needs Apache Beam, which conflicts with the lock files: see docs/howto/beam.md"
 NO_TIME = "not started: the --budget is spent"
 # Tests excluded from the quick tier, with their CPU seconds, and the totals.
 EXPENSIVE = pathlib.PurePath("tests", "expensive.tsv")

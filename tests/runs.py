@@ -43,6 +43,8 @@ PAIRS = {
     "decoding.beam": 2,
     "optimizer.learning_rate": 5e-3,
     "optimizer.warmup_steps": 10,
+    "model.activation": "relu",
+    "model.position_embedding": "sinusoidal",
     "model.dropout": 0.0,
     "model.attention_dropout": 0.0,
     "train.steps": 300,

@@ -127,8 +127,8 @@ def trace_sequences() -> None:
         return whole, found
 
     for number, mixer in enumerate(MIXERS):
-        model = ModelSection(layers=1, hidden_size=32, embedding_size=32, mixer=mixer)
-        sequence = SequenceSection(norm="pre")
+        model = ModelSection(layers=1, hidden_size=32, embedding_size=32, mixer=mixer, norm="pre")
+        sequence = SequenceSection()
         if number % 2:
             alone = derive_language_model(model, sequence, 20)
             jax.eval_shape(functools.partial(go_on, alone))

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from convbert_jax import command_line
-from convbert_jax.command_line import flags
+from convbert_jax.command_line import exit_codes, flags
 from convbert_jax.command_line.fields import comments, field_types
 from convbert_jax.config import Config, ConfigError, UserError, from_config_dict, to_dict
 from tests import refusals
@@ -432,6 +432,8 @@ def test_help_lists_modes_flags_and_the_way_to_the_fields():
         assert f"\n  {mode} " in text
     for flag in flags.own_flags():
         assert f"\n  --{flag.name} " in text
+    for code in exit_codes.EXIT_CODES:
+        assert f"\n  {code} " in text
     assert "configs/small.py" in text
     assert "--config=configs/small.py --help" in text
     assert max(map(len, text.splitlines())) <= 150

@@ -22,7 +22,7 @@ from convbert_jax.config import (
     to_config_dict,
     to_dict,
 )
-from convbert_jax.config.run import HELDOUT_METRICS
+from convbert_jax.config.recipes import RECIPES
 from convbert_jax.interop.huggingface import check_expressible
 from convbert_jax.interop.networks import outline
 from tests.refusals import refused
@@ -209,6 +209,7 @@ def test_generator_heads_can_fit_its_width():
         ("data", "length", 4, "4"),
         ("data", "length", 1024, "config.model.positions=512"),
         ("data", "source", "", ""),
+        ("tokenizer", "kind", "bbpe", "sentencepiece, wordpiece, bpe, pieces"),
         ("data", "release_builder_bug", True, "config.data.layout"),
         ("data", "heldout_fraction", 0.0, "config.data.validation_source"),
         ("optimizer", "warmup_steps", 10_000_000, "config.train.steps"),
@@ -231,6 +232,19 @@ def test_faults_are_one_sentence(section, field, value, mentions):
     with refused(ConfigError, field, mentions) as error:
         from_config_dict(values)
     assert "\n" not in str(error.value)
+
+
+def test_byte_level_bpe_keeps_case_and_accents():
+    values = to_dict(load("small"))
+    values["tokenizer"] |= {"kind": "bpe", "normalization": "nfc", "lowercase": False}
+    assert from_config_dict(values).tokenizer.normalization == "nfc"
+    for name in ("lowercase", "strip_accents"):
+        wrong = values | {"tokenizer": values["tokenizer"] | {name: True}}
+        with refused(ConfigError, "'bpe'", field=f"config.tokenizer.{name}"):
+            from_config_dict(wrong)
+    values["tokenizer"] |= {"kind": "wordpiece"}
+    with refused(ConfigError, field="config.tokenizer.normalization", value="nfc"):
+        from_config_dict(values)
 
 
 def test_pairs_split_into_any_number_of_microbatches():
@@ -320,7 +334,7 @@ def test_override_value_may_stand_apart():
         ("--config.steps=5", "--config.train.steps"),
         ("--config.train.stesp=5", "--config.train.steps"),
         ("--config.train.steps=1.5", "int"),
-        ("--config.train.steps=ten", "int"),
+        ("--config.train.steps=ten", "words"),
         ("--config.train.steps", ""),
         ("--config.model=5", "model.layers"),
         ("--config.model.mask_convolution=perhaps", "true"),
@@ -430,7 +444,7 @@ def test_named_metrics_are_those_that_an_evaluation_gives(recipe):
     batch["pair_label"] = jax.ShapeDtypeStruct((4,), np.int32)
     params = jax.eval_shape(task.init, jax.random.key(0))
     sums = jax.eval_shape(task.evaluate, params, batch, jax.random.key(0))
-    assert set(sums) == set(HELDOUT_METRICS[recipe]) == set(task.evaluator.names)
+    assert set(sums) == set(RECIPES[recipe].metrics) == set(task.evaluator.names)
 
 
 @pytest.mark.parametrize("variant", ["light", "dynamic", "dilated"])

@@ -62,7 +62,7 @@ def test_a_task(value, tmp_path):
     finetune = {"tasks": (value,), "data": str(tmp_path)}
     config = from_config_dict({"recipe": "finetune", "finetune": finetune})
     with pytest.raises(UserError) as error:
-        finetuning.check_tasks(config)
+        finetuning.check_sources(config)
     check(str(error.value), value)
 
 

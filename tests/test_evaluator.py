@@ -8,6 +8,7 @@ import numpy as np
 
 from convbert_jax.interfaces import Evaluator
 from convbert_jax.training.loop import fetch_outputs
+from tests.batches import metrics_of
 
 TEXTS = [
     ("the cat sat on the mat", "the cat is on the mat"),
@@ -43,8 +44,8 @@ def test_counts_of_a_set_do_not_depend_on_its_batches():
             dict(zip(("predicted", "reference"), zip(*batch, strict=True), strict=True))
             for batch in batches
         ]
-        assert PRECISION.over(outputs) == {"bigram_precision": 0.6}
-    assert np.isnan(PRECISION.over([])["bigram_precision"])
+        assert metrics_of(PRECISION, outputs) == {"bigram_precision": 0.6}
+    assert np.isnan(metrics_of(PRECISION, [])["bigram_precision"])
 
 
 def test_outputs_are_fetched_in_order_while_more_are_on_their_way():

@@ -19,6 +19,7 @@ OURS = {"convbert_jax", "configs"}
 # Optional imports; a missing package is an error with installation instructions.
 OPTIONAL = {
     *("torch", "transformers", "datasets", "optuna", "submitit", "mlflow", "wandb", "apache_beam"),
+    "onnxruntime",
     "coverage",  # used by tests.mutation
 }
 LOCK = runpy.run_path(str(REPOSITORY / "launch" / "lock.py"))
@@ -43,7 +44,7 @@ def _names(extras=()) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("folder", "extras"), [("convbert_jax", ("demo",)), ("tests", ("test", "parity"))]
+    ("folder", "extras"), [("convbert_jax", ("serve",)), ("tests", ("test", "parity"))]
 )
 def test_every_import_is_declared(folder, extras):
     providers = importlib.metadata.packages_distributions()
@@ -103,7 +104,7 @@ def test_importing_the_package_loads_no_jax():
 
 @pytest.mark.parametrize(
     "program",
-    ["-m convbert_jax.main --help", "-m convbert_jax.demo --workdir=a", "launch/sweep.py"],
+    ["-m convbert_jax.main --help", "-m convbert_jax.serve --workdir=a", "launch/sweep.py"],
 )
 def test_a_checkout_into_which_nothing_was_installed(program):
     """-S leaves out site-packages."""

@@ -15,8 +15,8 @@ from convbert_jax.config import Config, PluginError, UserError, mixers, plugins,
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.readers import indexed_rows
 from convbert_jax.data.readers.sources import open_source
-from convbert_jax.demo import __main__ as demo
 from convbert_jax.interop import conversion
+from convbert_jax.serve import __main__ as serve
 from convbert_jax.sweeps import cli, runner
 from convbert_jax.sweeps.runs import expand
 from convbert_jax.training import environment
@@ -113,7 +113,7 @@ COMMANDS = {
     "teacher": (TINY, "--config.distillation.teacher=evil", "--workdir=new",
                 "--config.distillation.logits_weight=1"),
 }  # fmt: skip
-WIDE = {"model__embedding_size": 32}
+WIDE = {"model__embedding_size": 32, "model__position_embedding": "sinusoidal"}
 CALLS = {
     "load": lambda: convbert_jax.load("evil"),
     "load_config": lambda: convbert_jax.load_config("evil/config.json"),
@@ -129,7 +129,7 @@ CALLS = {
 def test_no_mode_executes_what_a_folder_names(command, run, evil, tmp_path, capfd):
     shutil.copytree(run, tmp_path / "good")
     (tmp_path / "texts").write_text("text\tlabel\na\t0\nb\t1\n" * 8)
-    change(evil, **{"recipe": "translation"} if command == "init_from of pairs" else {})
+    change(evil, **{"recipe": "translation", **WIDE} if command == "init_from of pairs" else {})
     with pytest.raises(SystemExit) as error:
         start(*COMMANDS[command])
     assert error.value.code in (1, 2)
@@ -188,10 +188,10 @@ def test_code_in_a_hugging_face_folder_is_not_executed(run, evil, tmp_path):
     assert not (tmp_path / "hf" / "executed").exists()
 
 
-def test_the_demo_executes_nothing(evil, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["demo", "--workdir=evil"])
+def test_the_server_executes_nothing(evil, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["serve", "--workdir=evil", "--port=0"])
     with pytest.raises(SystemExit):
-        demo.main()
+        serve.main()
     assert PAYLOAD in capfd.readouterr().err
     assert not (evil / "executed").exists()
 

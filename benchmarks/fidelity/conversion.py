@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import timing
 from convbert_jax.config import from_config_dict
 from convbert_jax.interop import huggingface, networks, parity, tensorflow1
 
@@ -29,24 +30,20 @@ def main():
     parser.add_argument("--sizes", nargs="+", default=list(PADDLE))
     parser.add_argument("--spread", type=float, default=0.05, help="standard deviation of weights")
     arguments = parser.parse_args()
-    print("| model | direction | discriminator, hidden | its logits | generator, hidden | its "
-          "logits | Paddle port | seconds |")  # fmt: skip
-    print("|---|---|---:|---:|---:|---:|---:|---:|")
+    heads = ("discriminator, hidden", "its logits", "generator, hidden", "its logits")
+    table = timing.Table("model", "direction", *heads, "Paddle port", "seconds")
     for size in arguments.sizes:
         parts = make_networks(size, arguments.spread)
         for direction, measure in DIRECTIONS.items():
             start = time.perf_counter()
             with tempfile.TemporaryDirectory() as folder:
                 found = measure(Path(folder), parts)
-            shown = " | ".join(
+            shown = (
                 f"{max(v for k, v in found[name].items() if k.startswith(kind)):.1e}"
                 for name, head in (("main", "rtd_head"), ("generator", "mlm_head"))
                 for kind in ("hidden", head)
             )
-            seconds = time.perf_counter() - start
-            print(
-                f"| {size} | {direction} | {shown} | {PADDLE[size]} | {seconds:.0f} |", flush=True
-            )
+            table.add(size, direction, *shown, PADDLE[size], time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"\npeak memory {peak:.1f} GiB, including PyTorch's loading of the folders")
 

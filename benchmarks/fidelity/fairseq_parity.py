@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from flax import nnx
 
+from benchmarks import timing
 from convbert_jax.decoding import search
 from convbert_jax.interop.fairseq import FairseqModel, read
 
@@ -65,15 +66,15 @@ def main():
     parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)))
     arguments = parser.parse_args()
     allow_mutable_defaults()
-    print("| architecture | convolution | saved as | encoder | logits | texts equal | scores |")
-    print("|---|---|---|---:|---:|---:|---:|")
+    columns = ("convolution", "saved as", "encoder", "logits", "texts equal", "scores")
+    table = timing.Table("architecture", *columns)
     for number in arguments.cases:
         arch, said, form = CASES[number]
         with tempfile.TemporaryDirectory() as folder:
             model, dictionaries = make(Path(folder), arch, said, form, arguments.width)
             shown = compare(model, dictionaries, read(Path(folder)))
         kind = said.get("decoder_conv_type", "-")
-        print(f"| {arch} | {kind} | {form} | {' | '.join(shown)} |", flush=True)
+        table.add(arch, kind, form, *shown)
 
 
 def allow_mutable_defaults() -> None:

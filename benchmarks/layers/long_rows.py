@@ -1,7 +1,7 @@
 """Cost and communication per device of a layer whose rows are sharded over eight devices.
 
     python -m benchmarks.layers.long_rows --target=tpu:v5e
-    python -m benchmarks.layers.long_rows --target=cpu --length 512 --size tiny
+    python -m benchmarks.layers.long_rows --target=cpu --length 512 --config tiny
 
 Each mixer runs forward with the gradients of parameters and input, in three ways:
 
@@ -28,19 +28,21 @@ from `one`, relative to the largest value of each array.
 
 import argparse
 import contextlib
-import json
 import os
 from unittest import mock
 
+from benchmarks import timing
 from benchmarks.layers import layer
-from benchmarks.layers.dynamic_conv import with_direction
+from benchmarks.layers.ops import with_direction
 from convbert_jax.analysis import tpu_pricing
 
 DEVICES = 8
 TOPOLOGIES = {"tpu:v5e": "v5e:2x4", "tpu:v6e": "v6e:2x4"}
 MIXERS = ("attention", "mixed", "span_dynamic", "dynamic", "light")
-TINY = {"hidden_size": 64, "embedding_size": 64, "heads": 4, "ffn_size": 128}
-SIZES = {"base": layer.BASE, "tiny": TINY}
+COLUMNS = (
+    *("mixer", "way", "thousand cycles", "MB of positions sent", "MB of sums sent", "ms"),
+    "MB of temporaries",
+)
 
 
 def main() -> None:
@@ -48,18 +50,20 @@ def main() -> None:
     parser.add_argument("--target", default="tpu:v5e", choices=(*TOPOLOGIES, "cpu"))
     parser.add_argument("--length", type=int, default=4_096)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--size", default="base", choices=SIZES)
+    parser.add_argument("--config", default="base")
     parser.add_argument("--mixers", nargs="+", default=MIXERS, choices=MIXERS)
     options = parser.parse_args()
-    if options.target == "cpu":
+    options.layers, options.unroll = 0, 1
+    on_cpu = options.target == "cpu"
+    options.dtype = "float32" if on_cpu else "bfloat16"
+    if on_cpu:
         flag = f"--xla_force_host_platform_device_count={DEVICES}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    else:
-        tpu_pricing.use_compile_only_tpu()
+    timing.use(options.target)
+    table = timing.Table(*(("mixer", "way", "largest difference") if on_cpu else COLUMNS))
     for mixer in options.mixers:
-        for row in (_compare if options.target == "cpu" else _price)(options, mixer):
-            print(json.dumps(row), flush=True)
+        for row in (_compare if on_cpu else _price)(options, mixer):
+            table.add(mixer, *row)
 
 
 @contextlib.contextmanager
@@ -88,15 +92,13 @@ def _ways(options, mixer, devices):
     from convbert_jax.config import MeshSection
     from convbert_jax.training import partitioning
 
-    dtype = "float32" if options.target == "cpu" else "bfloat16"
-    sizes = SIZES[options.size]
     for way in ("one", "gathered", "divided"):
         if way == "gathered" and mixer == "attention":
             continue
         count = 1 if way == "one" else DEVICES
         mesh = partitioning.make_mesh(MeshSection(data=1, sequence=count), devices[:count])
-        run, (x, params, ids), make = layer.build(
-            layer.Layer(mixer, "xla"), dtype, options.batch, options.length, sizes
+        run, (x, params, ids) = layer.build(
+            layer.Layer(mixer), options, options.batch, options.length
         )
         positions = jax.NamedSharding(mesh, jax.P(None, "sequence"))
         whole = jax.NamedSharding(mesh, jax.P())
@@ -110,7 +112,7 @@ def _ways(options, mixer, devices):
             in_shardings=(positions, positions, whole, whole),
             out_shardings=(positions, (positions, whole)),
         )
-        yield way, jitted, mesh, (x, x, params, ids), make
+        yield way, jitted, mesh, (x, x, params, ids)
 
 
 def _price(options, mixer):
@@ -124,14 +126,12 @@ def _price(options, mixer):
         platform="tpu", topology_name=TOPOLOGIES[options.target]
     ).devices
     kind = chip(options.target)
-    for way, jitted, mesh, shapes, _ in _ways(options, mixer, found):
-        shape = f"{options.batch} x {options.length}"
+    for way, jitted, mesh, shapes in _ways(options, mixer, found):
         try:
             with jax.set_mesh(mesh):
                 compiled = jitted.lower(*shapes).compile()
         except jax.errors.JaxRuntimeError as error:  # the kernel exceeds the core's memory
-            note = str(error).splitlines()[0][:200]
-            yield {"mixer": mixer, "way": way, "shape": shape, "note": note}
+            yield way, str(error).splitlines()[0][:200]
             continue
         price = tpu_pricing.price_compiled(compiled, options.target, kernels=False)
         program = compiled.as_text()
@@ -140,39 +140,35 @@ def _price(options, mixer):
         summed = sum(one.sent_bytes for one in sent if one.kind == "all-reduce")
         size = sum(one.sent_bytes for one in sent)
         network = size / (kind.link_bytes_per_second / kind.ports)
-        yield {
-            "mixer": mixer,
-            "way": way,
-            "shape": shape,
-            "thousand cycles": round(cycles / 1e3),
-            "MB of positions sent": round((size - summed) / 1e6, 3),
-            "MB of sums sent": round(summed / 1e6, 3),
-            "ms": round((cycles / kind.clock + network) * 1e3, 3),
-            "MB of temporaries": round(price.temporary_bytes / 1e6),
-        }
+        yield (
+            way,
+            cycles / 1e3,
+            (size - summed) / 1e6,
+            summed / 1e6,
+            (cycles / kind.clock + network) * 1e3,
+            price.temporary_bytes / 1e6,
+        )
 
 
 def _compare(options, mixer):
     import jax
     import numpy as np
-    from flax import nnx
 
     wanted = None
-    for way, jitted, mesh, (x, _, _, ids), make in _ways(options, mixer, jax.devices()):
-        x, cotangent = (jax.random.normal(jax.random.key(i), x.shape) for i in range(2))
-        places = jax.numpy.arange(options.length)[None].repeat(options.batch, 0)
-        segments = (1 + (places > options.length // 3)).astype(ids.dtype)
+    for way, jitted, mesh, shapes in _ways(options, mixer, jax.devices()):
+        arguments = timing.fill(shapes)  # outside of the mesh: it would place them
         with jax.set_mesh(mesh):
-            outputs = jitted(cotangent, x, nnx.state(make()), segments)
-        outputs = jax.tree.leaves(jax.device_get(outputs))
+            outputs = jax.tree.leaves(jax.device_get(jitted(*arguments)))
         if way == "one":
             wanted = outputs
             continue
-        differences = [
-            float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-3))
-            for a, b in zip(outputs, wanted, strict=True)
-        ]
-        yield {"mixer": mixer, "way": way, "largest difference": max(differences)}
+        yield (
+            way,
+            max(
+                float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-3))
+                for a, b in zip(outputs, wanted, strict=True)
+            ),
+        )
 
 
 if __name__ == "__main__":

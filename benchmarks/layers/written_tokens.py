@@ -11,7 +11,7 @@ are in thousand cycles, with Pallas kernels as their traffic at full bandwidth:
   search is not included. With --beam it is a step of the whole beam search without sorts, for
   which the compiler has no price (they are listed).
 - `packing`: removal of cache entries that no beam uses.
-- floor: traffic to read the parameters (bfloat16) and the cache once per token.
+- `floor`: traffic to read the parameters (bfloat16) and the cache once per token.
 - `saved`: cost of the prompt token by token, divided by `prompt`.
 """
 
@@ -19,17 +19,15 @@ import argparse
 import contextlib
 from unittest import mock
 
-from benchmarks.speed.beside_pytorch import MIXERS, WORDS
-from benchmarks.speed.language_models_vs_pytorch import make_ours
+from benchmarks import timing
+from benchmarks.speed.pytorch_models import MIXERS, WORDS, make_language_model
 from convbert_jax.analysis import tpu_devices, tpu_pricing
 from convbert_jax.decoding.state import FIRST
-
-TARGETS = ("tpu:v5e", "tpu:v5p", "tpu:v6e")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="tpu:v5e", choices=TARGETS)
+    parser.add_argument("--target", default="tpu:v5e", choices=timing.TARGETS[:-2])
     parser.add_argument("--mixers", nargs="+", default=MIXERS)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512, help="channels; heads have 64")
@@ -45,13 +43,17 @@ def main() -> None:
             f"capacity without packing is {FIRST}. Use at most "
             f"--steps={FIRST // options.beam - 1}."
         )
-    tpu_pricing.use_compile_only_tpu()
+    timing.use(options.target)
     print(f"{options.layers} layers of {options.width}, {WORDS:,} words, {options.target}")
-    names = f"{'prompt':>10}{'token':>9}{'floor':>9}{'token / floor':>15}{'saved':>7}{'packing':>9}"
-    print(f"{'':12}{'rows':>5}{names}")
+    columns = ("prompt", "token", "floor", "token / floor", "saved", "packing")
+    table = timing.Table("mixer", "rows", *columns)
     for mixer in options.mixers:
         for rows in options.rows:
-            print(show(mixer, rows, options.given, *measure(mixer, rows, options)), flush=True)
+            prompt, token, floor, packing = (
+                cycles / 1e3 for cycles in measure(mixer, rows, options)
+            )
+            saved = (options.given - 1) * token / prompt
+            table.add(mixer, rows, prompt, token, floor, token / floor, saved, packing)
 
 
 def measure(mixer: str, rows: int, options: argparse.Namespace) -> tuple[float, ...]:
@@ -66,7 +68,7 @@ def measure(mixer: str, rows: int, options: argparse.Namespace) -> tuple[float, 
     made = {}
 
     def parameters():
-        made["graph"], params = make_ours(mixer, options)
+        made["graph"], params = make_language_model(mixer, options.layers, options.width)
         return params
 
     params = jax.eval_shape(parameters)
@@ -140,14 +142,6 @@ def _cycles(target: str, function, *arguments) -> float:
         print(f"without an estimate: {', '.join(found.unpriced)}", flush=True)
     traffic = kernel_traffic(compiled.as_text())
     return found.cycles + tpu_devices.chip(target).bandwidth_cycles(traffic)
-
-
-def show(mixer, rows, given, prompt: float, token: float, floor: float, packing: float) -> str:
-    saved = (given - 1) * token / prompt
-    return (
-        f"{mixer:12}{rows:5}{prompt / 1e3:10.1f}{token / 1e3:9.1f}{floor / 1e3:9.1f}"
-        f"{token / floor:15.2f}{saved:7.1f}{packing / 1e3:9.1f}"
-    )
 
 
 if __name__ == "__main__":

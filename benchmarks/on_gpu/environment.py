@@ -110,17 +110,17 @@ def _calls(dtype, smoke: bool):
                 f"attention, {case}",
                 attention.cudnn,
                 definitions,
-                (wide,) * 3 + (ids, ids, causal),
+                (wide,) * 3 + (ids, ids, causal, 0),
             )
 
 
-def _attention(query, key, value, ids, key_ids, causal):
+def _attention(query, key, value, ids, key_ids, causal, window):
     import jax
     import jax.numpy as jnp
 
     from convbert_jax.ops.attention import visible_pairs
 
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
-    seen = visible_pairs(query, key, ids, key_ids, causal)
+    seen = visible_pairs(query, key, ids, key_ids, causal, window)
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value)

@@ -31,7 +31,7 @@ import time
 
 import numpy as np
 
-from benchmarks import public_data
+from benchmarks import public_data, timing
 
 SOURCES = {  # title -> (config, task, scored split, metric)
     "CoLA": ("glue", "cola", "validation", "mcc"),
@@ -47,6 +47,7 @@ EPOCHS = {"CLINC150": 12}  # 13 rows per label in 2,000; other tasks use --epoch
 # Without dev rows, these tasks hold out a tenth by a hash of the text, which is excluded from the
 # drawn rows. The same hash selects the validation rows for learning rates.
 WITHOUT_DEV = ("TREC", "AG News", "IMDb")
+NAMES = {"mcc": "Matthews", "accuracy": "accuracy"}
 METHODS = ("pre-trained", "from scratch", "bag of words")
 PYTORCH = "pytorch"
 
@@ -84,7 +85,7 @@ def main() -> None:
                 flush=True,
             )
         report(results, arguments)  # after each task, because the next may take long
-    print(format_table(results))
+    print_table(results)
 
 
 def report(results: dict, arguments: argparse.Namespace) -> None:
@@ -300,27 +301,23 @@ def score_bag_of_words(title: str, method: str, arguments: argparse.Namespace) -
 # --- Table and figure ---
 
 
-def format_table(results: dict) -> str:
-    """Returns a Markdown table: medians x 100, ranges over seeds, and the most frequent label."""
+def print_table(results: dict) -> None:
+    """Prints medians x 100, ranges over seeds, and the score of the most frequent label."""
     methods = [m for m in (*METHODS, PYTORCH) if any(m in result for result in results.values())]
-    lines = [
-        f"| task | scored on | train rows | {' | '.join(methods)} | gain | one label |",
-        f"|---|---|{'---:|' * (len(methods) + 3)}",
-    ]
+    table = timing.Table("task", "scored on", "train rows", *methods, "gain", "one label")
     for title, result in results.items():
-        cells = [_show_scores(result[method]) if method in result else "" for method in methods]
-        gain = ""
+        gain = None
         if all(method in result for method in METHODS[:2]):
             medians = [statistics.median(result[method]) for method in METHODS[:2]]
             gain = f"{100 * (medians[0] - medians[1]):+.1f}"
-        name = "Matthews" if result["metric"] == "mcc" else "accuracy"
-        majority = 0.0 if result["metric"] == "mcc" else result["scored_majority"]
-        split = "dev" if result["split"] == "validation" else "test"
-        lines.append(
-            f"| {title}, {name} | {split}, {result['scored_rows']} | {result['train_rows']} | "
-            f"{' | '.join(cells)} | {gain} | {100 * majority:.1f} |"
+        table.add(
+            f"{title}, {NAMES[result['metric']]}",
+            f"{'dev' if result['split'] == 'validation' else 'test'}, {result['scored_rows']}",
+            result["train_rows"],
+            *(_show_scores(result[m]) if m in result else None for m in methods),
+            gain,
+            0.0 if result["metric"] == "mcc" else 100 * result["scored_majority"],
         )
-    return "\n".join(lines)
 
 
 def _show_scores(scores: list[float]) -> str:
@@ -338,49 +335,26 @@ def draw(results: dict, path: pathlib.Path) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(7.2, 0.62 * len(results) + 1.5), layout="constrained")
-    colors = dict(zip((*METHODS, PYTORCH), ("C0", "C1", "0.45", "C3"), strict=True))
-    shapes = dict(zip(colors, ("o", "s", "D", "^"), strict=True))
+    styles = zip((*METHODS, PYTORCH), ("C0", "C1", "0.45", "C3"), "osD^", strict=True)
+    for place, (method, color, shape) in enumerate(styles):
+        for row, result in enumerate(reversed(results.values())):
+            scores = [100 * score for score in result.get(method, ())]
+            if scores:
+                heights, middle = [row + 0.2 * (1 - place)] * len(scores), statistics.median(scores)
+                axis.plot(scores, heights, "|-", ms=7, lw=1.2, color=color)
+                axis.plot(middle, heights[0], shape, ms=6, color=color, label=method)
     for row, result in enumerate(reversed(results.values())):
-        for place, method in enumerate(colors):
-            if method not in result:
-                continue
-            scores = [100 * score for score in result[method]]
-            height = row + 0.2 * (1 - place)
-            axis.plot(scores, [height] * len(scores), "|", ms=7, color=colors[method], alpha=0.6)
-            axis.plot([min(scores), max(scores)], [height] * 2, color=colors[method], lw=1.2)
-            axis.plot(
-                statistics.median(scores),
-                height,
-                shapes[method],
-                ms=6,
-                color=colors[method],
-                label=method,
-            )
         if result["metric"] != "mcc":
-            axis.plot(
-                100 * result["scored_majority"],
-                row,
-                "x",
-                ms=6,
-                color="0.7",
-                label="most frequent label",
-            )
-    titles = [
-        f"{title}\n{'Matthews' if result['metric'] == 'mcc' else 'accuracy'}"
-        for title, result in results.items()
-    ]
+            majority = 100 * result["scored_majority"]
+            axis.plot(majority, row, "x", ms=6, color="0.7", label="most frequent label")
+    titles = [f"{title}\n{NAMES[result['metric']]}" for title, result in results.items()]
     axis.set_yticks(range(len(titles)), titles[::-1], fontsize=9)
     axis.set_xlabel("score x 100; dots are medians, marks are seeds")
     axis.set_ylim(-0.6, len(titles) - 0.4)
     axis.grid(axis="x", alpha=0.3)
     names = dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))  # each once
     figure.legend(
-        names.values(),
-        names.keys(),
-        loc="outside upper center",
-        ncols=4,
-        fontsize=9,
-        frameon=False,
+        names.values(), names, loc="outside upper center", ncols=4, fontsize=9, frameon=False
     )
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

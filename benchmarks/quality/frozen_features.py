@@ -15,6 +15,7 @@ import sys
 
 import numpy as np
 
+from benchmarks import timing
 from benchmarks.quality.finetuning_gain import SOURCES, open_source
 from convbert_jax.config import UserError
 
@@ -31,12 +32,9 @@ def main() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
         source = open_source(arguments.task)
-        print(f"| {arguments.task}, accuracy | {' | '.join(FEATURES)} |\n|---|{'---:|' * 3}")
+        table = timing.Table(f"{arguments.task}, accuracy", *FEATURES)
         for name, train, scored in extract(arguments, source):
-            scores = " | ".join(
-                f"{100 * probe(*pair):.1f}" for pair in zip(train, scored, strict=True)
-            )
-            print(f"| {name} | {scores} |", flush=True)
+            table.add(name, *(100 * probe(*pair) for pair in zip(train, scored, strict=True)))
     except UserError as error:
         sys.exit(f"error: {error}")
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from benchmarks import timing
 from convbert_jax.config import Config, ConfigError, UserError
 
 IGNORED = -100  # label that PyTorch's cross entropy ignores
@@ -38,26 +39,24 @@ def main() -> None:
 
 
 def compare(folder: str, seeds: list[int]) -> None:
-    from convbert_jax.recipes import prepared
+    from convbert_jax.recipes import tasks
     from convbert_jax.training.metrics_writer import read_metrics
     from convbert_jax.workdir import Workdir
 
     workdir = Workdir(folder)
     config = workdir.read_config()
     check(config)
-    data = prepared.open_data(config, workdir)
+    data = tasks.open_data(config, workdir)
     ours = {
         record["step"]: record["mlm_loss"]
         for record in read_metrics(workdir.metrics)
         if record["split"] == "validation"
     }
     print(f"held-out loss of masked tokens, mixer {config.model.mixer}, rows of the run's seed")
-    print(f"| step | ours | {' | '.join(f'PyTorch, seed {seed}' for seed in seeds)} |")
-    print(f"|---:|{'---:|' * (1 + len(seeds))}")
+    table = timing.Table("step", "ours", *(f"PyTorch, seed {seed}" for seed in seeds))
     for losses in zip(*(learn(config, data, seed) for seed in seeds), strict=True):
         step = losses[0][0]
-        cells = [f"{ours[step]:.3f}" if step in ours else "", *(f"{v:.3f}" for _, v in losses)]
-        print(f"| {step:,} | {' | '.join(cells)} |", flush=True)
+        table.add(step, ours.get(step), *(loss for _, loss in losses))
 
 
 def check(config: Config) -> None:
@@ -120,7 +119,7 @@ def learn(config: Config, data, seed: int) -> Iterator[tuple[int, float]]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip_norm)
         optimizer.step()
         if (step + 1) % config.train.eval_every == 0 or step + 1 == config.train.steps:
-            yield step + 1, evaluate(model, mask, data.heldout(None)())
+            yield step + 1, evaluate(model, mask, data.heldout(None)()[""])
     batches.close()
 
 

@@ -7,7 +7,7 @@ All variants alternate in one process. Tokenization and a first round with compi
 timed.
 
 - `seeds`: seconds to train five runs and to predict the dev set with each.
-- `pytorch`: examples per second of a whole training loop (batch 32, dropout, AdamW, clipping,
+- `pytorch`: seconds of a whole training loop (batch 32, dropout, AdamW, clipping,
   linear schedule) and of prediction (batch 128), against Hugging Face's
   ConvBertForSequenceClassification with the same weights, after a check that logits agree. It pads
   to the longest text of a batch, like Hugging Face's data collator. Ours groups rows of similar
@@ -23,10 +23,9 @@ import importlib
 import os
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
-from benchmarks import public_data
+from benchmarks import public_data, timing
 
 SEEDS = range(5)
 
@@ -39,11 +38,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    print(f"CoLA, {arguments.rows} rows, float32, {len(os.sched_getaffinity(0))} cores")
+    print(f"CoLA, {arguments.rows} rows, float32, {timing.describe_processor()}")
+    table = timing.Table("size", "work", "program", "seconds", "the other / this")
     for size in arguments.sizes:
         part = {"seeds": compare_seeds, "pytorch": compare_pytorch}[arguments.part]
-        for line in part(Ours(size, arguments.rows), arguments.rounds):
-            print(f"{size}: {line}", flush=True)
+        for work, runs in part(Ours(size, arguments.rows)):
+            times = timing.alternate(runs, arguments.rounds)
+            *_, baseline = times.values()
+            for name, found in times.items():
+                ratio = timing.describe_ratios(found, baseline) if found is not baseline else ""
+                table.add(size, work, name, statistics.median(found) / 1e3, ratio)
 
 
 class Ours:
@@ -98,49 +102,45 @@ class Ours:
         return [collected.predicted() for collected in found]
 
 
-def compare_seeds(ours: Ours, rounds: int) -> list[str]:
-    times: dict[str, list[float]] = {"train together": [], "train in turn": []}
-    times |= {"predict together": [], "predict in turn": []}
-    for number in range(rounds + 1):
-        seconds = {}
-        together, seconds["train together"] = clock(lambda: ours.train(SEEDS, True))
-        alone, seconds["train in turn"] = clock(lambda: [ours.train([s], False) for s in SEEDS])
-        _, seconds["predict together"] = clock(
-            lambda runs=together: ours.predict(runs.params, True)
-        )
-        _, seconds["predict in turn"] = clock(
-            lambda runs=alone: [ours.predict(run.params, False) for run in runs]
-        )
-        for name, value in seconds.items():
-            if number:
-                times[name].append(value)
-    lines = [f"{name}: {statistics.median(values):.2f} s" for name, values in times.items()]
-    for what in ("train", "predict"):
-        pairs = zip(times[f"{what} in turn"], times[f"{what} together"], strict=True)
-        lines.append(describe(f"{what}, in turn / together", [a / b for a, b in pairs]))
-    return lines
+def compare_seeds(ours: Ours):
+    """Yields (work, programs that take turns), the baseline last."""
+    together = ours.train(SEEDS, True)
+    alone = [ours.train([seed], False) for seed in SEEDS]
+    yield (
+        "train",
+        {
+            "together": lambda: ours.train(SEEDS, True),
+            "in turn": lambda: [ours.train([seed], False) for seed in SEEDS],
+        },
+    )
+    yield (
+        "predict",
+        {
+            "together": lambda: ours.predict(together.params, True),
+            "in turn": lambda: [ours.predict(run.params, False) for run in alone],
+        },
+    )
 
 
-def compare_pytorch(ours: Ours, rounds: int) -> list[str]:
+def compare_pytorch(ours: Ours):
+    """Yields (work, programs that take turns), the baseline last."""
     theirs = Theirs(ours)
     check_logits(ours, theirs)
-    rates: dict[str, list[tuple[float, float]]] = {"train": [], "predict": []}
-    for number in range(rounds + 1):
-        fitted, train = clock(lambda seed=number: ours.train([seed], False))
-        _, predict = clock(lambda run=fitted: ours.predict(run.params, False))
-        _, their_train = clock(lambda seed=number: theirs.train(seed))
-        _, their_predict = clock(theirs.predict)
-        if number:
-            rates["train"].append(
-                (len(ours.task.train) / train, len(ours.task.train) / their_train)
-            )
-            rates["predict"].append((len(ours.dev) / predict, len(ours.dev) / their_predict))
-    lines = []
-    for name, pairs in rates.items():
-        mine, other = (statistics.median(side) for side in zip(*pairs, strict=True))
-        lines.append(f"{name}: ours {mine:.0f}, PyTorch {other:.0f} examples/s")
-        lines.append(describe(f"{name}, ours / PyTorch", [a / b for a, b in pairs]))
-    return lines
+    params = ours.train([0], False).params
+    yield (
+        f"train {len(ours.task.train):,} examples",
+        {
+            "ours": lambda: ours.train([0], False),
+            "PyTorch": lambda: theirs.train(0),
+        },
+    )
+    yield (
+        f"predict {len(ours.dev):,} examples",
+        {
+            "ours": lambda: ours.predict(params, False),
+            "PyTorch": theirs.predict,
+        },
+    )
 
 
 class Theirs:
@@ -214,16 +214,6 @@ def check_logits(ours: Ours, theirs: Theirs) -> None:
         other = theirs.model(**theirs.batch(ours.dev, index)).logits.numpy()
     if np.abs(mine - other).max() > 1e-4:
         raise SystemExit(f"logits differ by {np.abs(mine - other).max():.1e}; timings are invalid.")
-
-
-def clock(run):
-    start = time.perf_counter()
-    return run(), time.perf_counter() - start
-
-
-def describe(name: str, ratios: list[float]) -> str:
-    ratios = sorted(ratios)
-    return f"{name}: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 if __name__ == "__main__":

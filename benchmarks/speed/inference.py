@@ -5,19 +5,19 @@
     python -m benchmarks.speed.inference --dtype bfloat16        # of a processor with AMX
 
 Writes a run with random weights, exports it to Hugging Face and from there to ONNX with PyTorch's
-exporter (docs/weights.md), and compares the outputs. All programs alternate in one process with the
-same number of threads, in float32. With bfloat16, ours and PyTorch (all weights) use bfloat16;
-ONNX Runtime stays in float32. A pause between turns lets threads stop spinning. Ratios are medians
-over consecutive pairs, with minimum and maximum; above 1 ours is faster. On a busy machine the
-fastest turns are more reliable. Each number of threads is a separate process. With one thread the
-process's CPU time is measured, which other load hardly changes.
+exporter (docs/howto/export_onnx.md), and compares the outputs. All programs alternate in one
+process with the same number of threads, in float32. With bfloat16, ours and PyTorch (all weights)
+use bfloat16; ONNX Runtime stays in float32. A pause between turns lets threads stop spinning.
+Ratios are medians over consecutive pairs, with minimum and maximum; above 1 ours is faster. On a
+busy machine the fastest turns are more reliable. Each number of threads is a separate process. With
+one thread the process's CPU time is measured, which other load hardly changes.
 
 - forward: the encoder at fixed shapes without padding.
 - texts: texts per second from strings to vectors, for CoLA's dev set and IMDb reviews in random
   order, truncated to 512 tokens. Compares `model.encode`, transformers'
   pipeline("feature-extraction") and ONNX Runtime, the latter two at the best of three batch sizes.
   ONNX Runtime uses the same tokenizer, with texts sorted by length and padded to the longest of a
-  batch. Compilation is reported separately.
+  batch.
 - startup: from the start of a process to the first vector.
 
 Needs torch, transformers, onnx, onnxscript and onnxruntime, and the data folder (CONVBERT_DATA).
@@ -26,6 +26,7 @@ Needs torch, transformers, onnx, onnxscript and onnxruntime, and the data folder
 import argparse
 import contextlib
 import csv
+import functools
 import gzip
 import logging
 import os
@@ -36,7 +37,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,17 @@ from benchmarks import public_data, timing
 from benchmarks.speed.inference_models import Models, prepare
 
 PARTS = ("forward", "texts", "startup")
+SIZES = ("tiny", "small", "base", "modern:17m")
 AGREE = {"float32": 1e-4, "bfloat16": 0.2}  # tolerance of outputs
 BATCHES = (1, 8, 32)  # batch sizes of the other programs
 _REST = 0.02  # seconds between turns, in which threads of the previous program stop spinning
-_TURN = 0.05  # minimum seconds of a forward turn
+_TURN = 50.0  # minimum milliseconds of a forward turn
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--sizes", nargs="+", default=["small"], choices=("tiny", "small", "base"))
+    parser.add_argument("--sizes", nargs="+", default=["small"], choices=SIZES)
     parser.add_argument("--threads", nargs="+", type=int, default=[2])
     parser.add_argument("--shapes", nargs="+", default=["8x128", "1x128", "1x32"])
     parser.add_argument("--sets", nargs="+", default=["CoLA", "IMDb"], choices=("CoLA", "IMDb"))
@@ -75,13 +77,16 @@ def main() -> None:
                 subprocess.run(command, check=True)
             return
         timing.take_threads(arguments.threads[0])
-        print(f"{arguments.dtype}; {timing.describe_processor()}", flush=True)
+        print(f"{arguments.dtype}; {timing.describe_processor()}; times in ms")
+        columns = ("work", "program", "median", "fastest", "texts/s", "program / ours", "fastest")
+        table = timing.Table("size", *columns)
         for size in arguments.sizes:
-            for line in measure(folder / size, size, arguments):
-                print(f"{size}, {line}", flush=True)
+            for row in measure(folder / size, size, arguments):
+                table.add(size, *row)
 
 
-def measure(folder: Path, size: str, arguments: argparse.Namespace) -> Iterator[str]:
+def measure(folder: Path, size: str, arguments: argparse.Namespace) -> Iterator[tuple]:
+    """Yields rows of the table without the size."""
     prepare(folder, size)
     if "forward" in arguments.parts:
         shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes]
@@ -90,8 +95,7 @@ def measure(folder: Path, size: str, arguments: argparse.Namespace) -> Iterator[
         models = Models(folder, arguments.dtype)
         for name in arguments.sets:
             texts = read_cola() if name == "CoLA" else read_reviews(arguments.reviews)
-            for line in compare_texts(models, texts, arguments.rounds):
-                yield f"{name}: {line}"
+            yield from compare_texts(models, name, texts, arguments.rounds)
     if "startup" in arguments.parts:
         yield from measure_startup(folder, arguments.rounds)
 
@@ -99,7 +103,7 @@ def measure(folder: Path, size: str, arguments: argparse.Namespace) -> Iterator[
 # --- The forward pass ---
 
 
-def compare_forward(models: Models, shapes, rounds: int) -> Iterator[str]:
+def compare_forward(models: Models, shapes, rounds: int) -> Iterator[tuple]:
     import jax.numpy as jnp
     import numpy as np
 
@@ -126,7 +130,8 @@ def compare_forward(models: Models, shapes, rounds: int) -> Iterator[str]:
         for name, found in (("ONNX Runtime", onnx()), ("PyTorch", pytorch())):
             _check_same(name, found, expected, models.dtype)
         runs = {"ours": ours, "ONNX Runtime": onnx, "PyTorch": pytorch}
-        yield f"forward {rows}x{length}: {_race(runs, rounds, _TURN)}"
+        times = timing.alternate(runs, rounds, least=_TURN, rest=_REST)
+        yield from describe(f"forward {rows}x{length}", times)
 
 
 def _check_same(name: str, found, expected, dtype: str) -> None:
@@ -137,54 +142,14 @@ def _check_same(name: str, found, expected, dtype: str) -> None:
         raise SystemExit(f"{name} differs by {difference:.1e}; timings are invalid.")
 
 
-def _race(runs: Mapping[str, Callable], rounds: int, seconds: float = 0.0, count: int = 0) -> str:
-    """Times functions in alternation; returns the result as text.
-
-    Args:
-      seconds: minimum duration of a turn, by repetition.
-      count: items per turn, for a rate per second; 0: reports milliseconds.
-    """
-    clock = _clock()
-    turns = {}
-    for name, run in runs.items():
-        run()
-        start = clock()
-        if seconds:
-            run()
-        repeats = max(1, int(seconds / (clock() - start + 1e-9))) if seconds else 1
-
-        def turn(run=run, repeats=repeats):
-            for _ in range(repeats):
-                run()
-
-        turns[name] = turn, repeats
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, (turn, repeats) in turns.items():
-            time.sleep(_REST)
-            start = clock()
-            turn()
-            times[name].append((clock() - start) / repeats)
-    first, *others = runs
-
-    def spell(seconds: float) -> str:
-        return f"{count / seconds:.1f}/s" if count else f"{1e3 * seconds:.1f} ms"
-
-    shown = (
-        f"{name} {spell(statistics.median(values))} (fastest {spell(min(values))})"
-        for name, values in times.items()
-    )
-    ratios = (
-        f"{name} / {first} {timing.describe_ratios(times[first], times[name])}, "
-        f"fastest {min(times[name]) / min(times[first]):.2f}"
-        for name in others
-    )
-    return f"{', '.join(shown)}; {'; '.join(ratios)}"
-
-
-def _clock() -> Callable[[], float]:
-    """Returns CPU seconds with one thread, else wall-clock seconds."""
-    return time.process_time if len(os.sched_getaffinity(0)) == 1 else time.perf_counter
+def describe(work: str, times: dict[str, list[float]], count: int | None = None):
+    """Yields a row per program; the first is ours. `count` is the number of texts."""
+    ours = next(iter(times.values()))
+    for name, found in times.items():
+        median = statistics.median(found)
+        rate = count and 1e3 * count / median
+        fastest = min(found) / min(ours)
+        yield work, name, median, min(found), rate, timing.describe_ratios(ours, found), fastest
 
 
 # --- Texts ---
@@ -202,22 +167,13 @@ def read_reviews(count: int) -> list[str]:
     return random.Random(0).sample(texts, count)
 
 
-def compare_texts(
-    models: Models, texts: Sequence[str], rounds: int, batches: Sequence[int] = BATCHES
-) -> Iterator[str]:
+def compare_texts(models: Models, name: str, texts: Sequence[str], rounds: int) -> Iterator[tuple]:
     """Compares vectors of the first token by text, because other programs do not mask padding."""
     import numpy as np
 
     def ours(texts=texts):
         return models.ours.encode(texts, pooling="cls")
 
-    clock = _clock()
-    start = clock()
-    ours()
-    first = clock() - start
-    start = clock()
-    ours()
-    compiling = first - (clock() - start)
     pipeline = _pipeline(models)
     for text in texts[:3]:
         expected = ours([text])
@@ -228,30 +184,14 @@ def compare_texts(
         "ONNX Runtime": lambda rows, chosen: run_sorted(models, chosen, rows),
     }
     runs: dict[str, Callable] = {"ours": ours}
-    for name, run in others.items():
-        rows = _best_rows(run, texts[: max(2 * max(batches), len(texts) // 8)], batches)
-        runs[f"{name} (batches of {rows})"] = lambda run=run, rows=rows: run(rows, texts)
-    network = models.ours.networks["main"]
-    lengths = [len(tokens) for tokens in models.ours.tokenize(texts)]
-    yield (
-        f"{len(texts)} texts of {np.mean(lengths):.1f} tokens, {network.encoder.depth} layers; "
-        f"compilation takes {compiling:.1f} s, for {_programs(models)} programs so far"
-    )
-    yield _race(runs, rounds, count=len(texts))
-
-
-def _programs(models: Models) -> int:
-    return models.ours.network("main").programs
-
-
-def _best_rows(run: Callable, texts: Sequence[str], batches: Sequence[int]) -> int:
-    seconds = {}
-    for rows in batches:
-        run(rows, texts[:2])
-        start = time.perf_counter()
-        run(rows, texts)
-        seconds[rows] = time.perf_counter() - start
-    return min(seconds, key=seconds.get)
+    some = texts[: max(2 * max(BATCHES), len(texts) // 8)]
+    for other, run in others.items():
+        sizes = {rows: functools.partial(run, rows, some) for rows in BATCHES}
+        rows = min((times, rows) for rows, (times,) in timing.alternate(sizes, 1).items())[1]
+        runs[f"{other} (batches of {rows})"] = functools.partial(run, rows, texts)
+    tokens = np.mean([len(tokens) for tokens in models.ours.tokenize(texts)])
+    work = f"{name}, {len(texts)} texts of {tokens:.1f} tokens"
+    yield from describe(work, timing.alternate(runs, rounds, rest=_REST), len(texts))
 
 
 def _pipeline(models: Models) -> Callable:
@@ -302,24 +242,22 @@ print(len(found("A text of a few words.")), flush=True)
 """
 
 
-def measure_startup(folder: Path, rounds: int) -> Iterator[str]:
+def measure_startup(folder: Path, rounds: int) -> Iterator[tuple]:
     """Measures the seconds from the start of a process to its first vector, in alternation."""
     with tempfile.TemporaryDirectory() as cache:
         ours = _OURS.format(folder=str(folder / "run"))
-        cold = _seconds_to_first_line(ours, cache)
-        times: dict[str, list[float]] = {"ours": [], "pipeline": []}
+        pytorch = _PYTORCH.format(folder=str(folder / "exported"))
+        yield "start to first vector", "ours, empty compile cache", run_program(ours, cache)
+        programs = {"ours": ours, "pipeline": pytorch}
+        times = {name: [] for name in programs}
         for _ in range(rounds):
-            times["ours"].append(_seconds_to_first_line(ours, cache))
-            pytorch = _PYTORCH.format(folder=str(folder / "exported"))
-            times["pipeline"].append(_seconds_to_first_line(pytorch, cache))
-    medians = ", ".join(
-        f"{name} {statistics.median(values):.2f} s ({min(values):.2f} to {max(values):.2f})"
-        for name, values in times.items()
-    )
-    yield f"start to first vector: with an empty compile cache {cold:.2f} s; {medians}"
+            for name, program in programs.items():
+                times[name].append(run_program(program, cache))
+    yield from describe("start to first vector", times)
 
 
-def _seconds_to_first_line(program: str, cache: str) -> float:
+def run_program(program: str, cache: str) -> float:
+    """Returns the milliseconds from the start of a Python process to its first line."""
     environment = {
         **os.environ,
         "JAX_ENABLE_COMPILATION_CACHE": "true",
@@ -333,10 +271,10 @@ def _seconds_to_first_line(program: str, cache: str) -> float:
         stderr=subprocess.DEVNULL,
     ) as process:  # fmt: skip
         line = process.stdout.readline()
-        seconds = time.perf_counter() - start
+        milliseconds = 1e3 * (time.perf_counter() - start)
     if not line:
         raise SystemExit(f"a process ended with {process.returncode} before its first vector.")
-    return seconds
+    return milliseconds
 
 
 def _be_quiet() -> None:

@@ -10,6 +10,11 @@ from benchmarks import public_data
 NAMES = ("input_ids", "attention_mask", "token_type_ids")
 
 
+def names_of(model: Any) -> tuple[str, ...]:
+    """Returns the inputs of a class of transformers; ModernBERT has no types."""
+    return NAMES[:2] if model.config.model_type == "modernbert" else NAMES
+
+
 def prepare(folder: Path, size: str, **changed: Any) -> None:
     """Writes a run of configs/SIZE.py with random weights, and its exports.
 
@@ -63,14 +68,15 @@ def _write_onnx(folder: Path) -> None:
     ).eval()
     # One array for all inputs would be exported as one input.
     ids = torch.ones(2, 16, dtype=torch.long)
-    inputs = (ids, ids.clone(), torch.zeros_like(ids))
+    names = names_of(model)
+    inputs = (ids, ids.clone(), torch.zeros_like(ids))[: len(names)]
     free = {
         0: torch.export.Dim("batch"),
         1: torch.export.Dim("length", max=model.config.max_position_embeddings),
     }
     torch.onnx.export(
-        model, inputs, folder / "model.onnx", dynamo=True, dynamic_shapes=(free,) * 3,
-        input_names=NAMES, verbose=False,
+        model, inputs, folder / "model.onnx", dynamo=True, dynamic_shapes=(free,) * len(names),
+        input_names=names, verbose=False,
     )  # fmt: skip
 
 
@@ -92,9 +98,7 @@ class Models:
         self.folder = folder
         self.dtype = dtype
         self.ours = convbert_jax.load(folder / "run", dtype=dtype)
-        self.torch = transformers.AutoModel.from_pretrained(
-            folder / "exported", attn_implementation="eager", dtype=dtype
-        ).eval()
+        self.torch = transformers.AutoModel.from_pretrained(folder / "exported", dtype=dtype).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "exported")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
@@ -104,10 +108,11 @@ class Models:
 
     def run_onnx(self, *arrays):
         """Returns hidden states [B, L, C] of tokens, mask and types."""
-        return self.session.run(None, dict(zip(NAMES, arrays, strict=True)))[0]
+        return self.session.run(None, dict(zip(names_of(self.torch), arrays, strict=False)))[0]
 
     def run_torch(self, *arrays):
         import torch
 
         with torch.inference_mode():
-            return self.torch(*map(torch.from_numpy, arrays)).last_hidden_state.float().numpy()
+            tensors = zip(names_of(self.torch), map(torch.from_numpy, arrays), strict=False)
+            return self.torch(**dict(tensors)).last_hidden_state.float().numpy()

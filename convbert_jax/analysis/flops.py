@@ -16,9 +16,10 @@ as "unknown".
 """
 
 import re
+from collections.abc import Callable
 
 from convbert_jax.config import Config, EmbeddingsConfig, EncoderConfig, LayerConfig
-from convbert_jax.config.network import DecoderConfig
+from convbert_jax.config.network import CANON_TAPS
 from convbert_jax.models.layers import PaperFlops
 from convbert_jax.objectives.span_corruption import count_spans
 
@@ -78,27 +79,28 @@ def forward_flops_per_token(config: Config, convention: str = "model") -> float:
     """
     if convention not in CONVENTIONS:
         raise ValueError(f"Unknown convention {convention!r}; choose {' or '.join(CONVENTIONS)}.")
-    paper = convention == "paper"
-    length = config.data.length
-    if config.writes_text:
-        return _forward_flops_of_writing(config, paper)
-    encoder = _encoder(config.encoder, length, paper) + _embed(config.embeddings, length, paper)
-    if config.recipe == "masked_lm":
+    return _FORWARD[config.recipe](config, convention == "paper")
+
+
+def _forward_masked_lm(config: Config, paper: bool) -> float:
+    total = _embed_and_encode(config, paper) + _predict_words(config, paper)
+    if config.objective.sentence_pairs != "none":  # one vector per row
         hidden = config.encoder.hidden_size
-        head = _predict(config, hidden, config.embeddings, paper)
-        if config.objective.sentence_pairs != "none":  # one vector per row
-            head += 2 * hidden * (hidden + 2) / length
-        return encoder + head
-    hidden = config.encoder.hidden_size
+        total += 2 * hidden * (hidden + 2) / config.data.length
+    return total
+
+
+def _forward_replaced_token(config: Config, paper: bool) -> float:
+    length, hidden = config.data.length, config.encoder.hidden_size
+    encoder, words = _embed_and_encode(config, paper), _predict_words(config, paper)
     discriminator = encoder + 2 * hidden**2 + 2 * hidden + paper * (1 + PaperFlops.GELU) * hidden
     if first := config.objective.masked_lm_steps:
-        of_words = encoder + _predict(config, hidden, config.embeddings, paper)
-        discriminator += (of_words - discriminator) * first / config.train.steps
+        discriminator += (encoder + words - discriminator) * first / config.train.steps
     kind = config.generator.kind
     if kind == "uniform":
         return discriminator
     if kind == "shared":
-        return discriminator + encoder + _predict(config, hidden, config.embeddings, paper)
+        return discriminator + encoder + words
     embeddings = (
         config.embeddings if config.generator.tie_embeddings else config.generator_embeddings
     )
@@ -110,8 +112,61 @@ def forward_flops_per_token(config: Config, convention: str = "model") -> float:
     )
 
 
+def _embed_and_encode(config: Config, paper: bool) -> float:
+    length = config.data.length
+    return _encoder(config.encoder, length, paper) + _embed(config.embeddings, length, paper)
+
+
+def _predict_words(config: Config, paper: bool) -> float:
+    return _predict(config, config.encoder.hidden_size, config.embeddings, paper)
+
+
+def _without_paper(forward: Callable[[Config], float]) -> Callable[[Config, bool], float]:
+    """Returns `forward` with a second argument, `paper`, which must be False."""
+
+    def check(config: Config, paper: bool) -> float:
+        if paper:
+            raise ValueError(
+                f"The convention 'paper' is not defined for config.recipe='{config.recipe}'. Use "
+                "'model'."
+            )
+        return forward(config)
+
+    return check
+
+
+def _forward_causal_lm(config: Config) -> float:
+    model = config.language_model
+    words = 2 * model.decoder.hidden_size * model.tokens.vocab_size
+    layers = (_layer_products(layer, config.data.length) for layer in model.decoder.layers)
+    return sum(layers) + words
+
+
+def _forward_span_corruption(config: Config) -> float:
+    counts = count_spans(config)
+    return pair_forward_flops(config, counts.source, counts.target) / config.data.length
+
+
+def _forward_pairs(config: Config) -> float:
+    longest = config.parallel.max_length
+    return pair_forward_flops(config, longest, longest) / longest
+
+
+# config.recipe -> function of (config, whether to count by the convention "paper")
+_FORWARD = {
+    "replaced_token": _forward_replaced_token,
+    "masked_lm": _forward_masked_lm,
+    "causal_lm": _without_paper(_forward_causal_lm),
+    "span_corruption": _without_paper(_forward_span_corruption),
+    **dict.fromkeys(
+        ("translation", "summarization", "text_to_text", "embedding"),
+        _without_paper(_forward_pairs),
+    ),
+}
+
+
 def teacher_flops_per_token(
-    config: Config, encoder: EncoderConfig, embeddings: EmbeddingsConfig
+    config: Config, encoder: EncoderConfig, embeddings: EmbeddingsConfig, head: str
 ) -> float:
     """Computes a teacher's forward FLOPs per token of a row (model convention).
 
@@ -119,17 +174,22 @@ def teacher_flops_per_token(
       config: config of the student.
       encoder: encoder of the teacher.
       embeddings: embeddings of the teacher.
+      head: its head, "mlm_head" or "rtd_head"; "" if its logits are not used.
     """
     total, hidden = _encoder(encoder, config.data.length, paper=False), encoder.hidden_size
-    if not config.distillation.logits_weight:
-        return total
-    if config.recipe == "masked_lm":
-        return total + _predict(config, hidden, embeddings, paper=False)
-    return total + 2 * hidden**2 + 2 * hidden
+    heads = {
+        "": 0.0,
+        "mlm_head": _predict(config, hidden, embeddings, paper=False),
+        "rtd_head": 2 * hidden**2 + 2 * hidden,
+    }
+    return total + heads[head]
 
 
 def pair_forward_flops(config: Config, source: int, target: int) -> float:
-    """Computes the forward FLOPs of an encoder-decoder for one row (model convention).
+    """Computes the forward FLOPs of one pair of texts (model convention).
+
+    An encoder-decoder reads the source and predicts the target; an encoder reads both, and hard
+    negatives of the length of targets.
 
     Causal attention counts as much as bidirectional attention, because the products are computed in
     full and then masked.
@@ -138,39 +198,19 @@ def pair_forward_flops(config: Config, source: int, target: int) -> float:
       source: number of source tokens.
       target: number of target tokens.
     """
+    if not config.spec.generates:
+        others = config.spec.pair_format(config).texts - 1
+        lengths = (source, *(target,) * others)
+        return sum(n * _encoder(config.encoder, n, paper=False) for n in lengths)
     model = config.encoder_decoder
     hidden = model.decoder.hidden_size
-    encoder = sum(
-        stage.depth * _layer_products(stage.layer, source) for stage in model.encoder.stages
-    )
-    decoder = _decoder(model.decoder, target)
+    encoder = sum(_layer_products(layer, source) for layer in model.encoder.layers)
+    decoder = sum(_layer_products(layer, target) for layer in model.decoder.layers)
     # Cross-attention: queries and output, keys and values, then both attention products.
     reading = target * 2 * 2 * hidden**2 + source * 2 * 2 * hidden**2
     reading += 2 * 2 * source * target * hidden
     words = 2 * hidden * model.target.vocab_size
     return source * encoder + target * (decoder + words) + model.decoder.depth * reading
-
-
-def _forward_flops_of_writing(config: Config, paper: bool) -> float:
-    """Computes forward FLOPs of generative models per token; pairs have the maximum length."""
-    if paper:
-        raise ValueError(
-            "The convention 'paper' is not defined for generative models. Use 'model'."
-        )
-    length = config.data.length
-    if config.recipe == "causal_lm":
-        model = config.language_model
-        words = 2 * model.decoder.hidden_size * model.tokens.vocab_size
-        return _decoder(model.decoder, length) + words
-    if config.recipe == "span_corruption":
-        counts = count_spans(config)
-        return pair_forward_flops(config, counts.source, counts.target) / length
-    longest = config.parallel.max_length
-    return pair_forward_flops(config, longest, longest) / longest
-
-
-def _decoder(decoder: DecoderConfig, length: int) -> float:
-    return sum(stage.depth * _layer_products(stage.layer, length) for stage in decoder.stages)
 
 
 def training_flops_per_token(config: Config, convention: str = "model") -> float:
@@ -181,19 +221,22 @@ def training_flops_per_token(config: Config, convention: str = "model") -> float
 
 def training_flops(config: Config, convention: str = "model") -> float:
     """Computes the FLOPs of the whole run."""
-    tokens = config.train.steps * config.train.batch_size * config.data.length
-    return tokens * training_flops_per_token(config, convention)
+    parts = zip(config.phase_configs, config.phase_lengths, strict=True)
+    return sum(
+        steps * of_phase.train.batch_size * of_phase.data.length
+        * training_flops_per_token(of_phase, convention)
+        for of_phase, steps in parts
+    )  # fmt: skip
 
 
 def _encoder(encoder: EncoderConfig, length: int, paper: bool) -> float:
     total = 0.0
     if encoder.embedding_size != encoder.hidden_size:
         total += (2 * encoder.embedding_size + paper) * encoder.hidden_size
-    for stage in encoder.stages:
-        layer = _layer_products(stage.layer, length)
+    for layer in encoder.layers:
+        total += _layer_products(layer, length)
         if paper:
-            layer += _layer_elementwise(stage.layer, length)
-        total += stage.depth * layer
+            total += _layer_elementwise(layer, length)
     return total
 
 
@@ -204,9 +247,11 @@ def _layer_products(layer: LayerConfig, length: int) -> float:
 
 
 def _layer_elementwise(layer: LayerConfig, length: int) -> float:
-    """Counts biases, norms, dropout, residuals and the mixer's elementwise operations."""
+    """Counts biases, norms, dropout, residuals, canon and the mixer's elementwise operations."""
     around = 2 * (1 + PaperFlops.DROPOUT + 1 + PaperFlops.LAYER_NORM) * layer.hidden_size
     around += (1 + PaperFlops.GELU) * layer.ffn_size
+    convolved = sum(sum(widths.values()) for widths in layer.canon_widths.values())
+    around += (2 * CANON_TAPS + 1) * convolved  # products, sums and the residual
     return layer.mixer.elementwise(layer.hidden_size, length) + around
 
 

@@ -7,12 +7,13 @@ import jax
 
 from convbert_jax.analysis import flops
 from convbert_jax.config import Config, describe_fields
+from convbert_jax.config.lengths import find_texts
 from convbert_jax.training import partitioning
 from convbert_jax.training.optimizer import make_optimizer
 from convbert_jax.training.partitioning import Params
 
 # Chips with a time estimate (keys of `flops.PEAK_FLOPS`), and an MFU that large runs of such models
-# reach (docs/pretraining.md). It was not measured with this package.
+# reach. It was not measured with this package.
 _CHIPS = ("TPU v4", "TPU v5e", "TPU v6e", "A100", "H100")
 REACHED = 0.3
 _PLANS = (
@@ -21,7 +22,12 @@ _PLANS = (
 )
 
 
-def describe(config: Config, params: Params, leave_out: Collection[str] = ()) -> str:
+def describe_tasks(config: Config, params: Params, leave_out: Collection[str] = ()) -> str:
+    """Formats a fine-tuning config as `describe_run` does; `params` is without heads."""
+    return "\n".join(_describe_size(config, params, leave_out) + _describe_tasks(config))
+
+
+def describe_run(config: Config, params: Params, leave_out: Collection[str] = ()) -> str:
     """Formats all fields, then parameters, memory and cost of the run.
 
     Memory covers parameters, gradients and optimizer state in float32, not activations.
@@ -30,8 +36,16 @@ def describe(config: Config, params: Params, leave_out: Collection[str] = ()) ->
       params: parameters of the model, or their shapes.
       leave_out: sections and fields that the recipe does not read.
     """
-    if config.recipe == "finetune":  # each task has its own head
-        params = {name: part for name, part in params.items() if name != "head"}
+    lines = _describe_size(config, params, leave_out)
+    if config.distillation.teacher:
+        lines.append(
+            "teacher                     its parameters and forward pass are not included in these "
+            "numbers"
+        )
+    return "\n".join([*lines, *_describe_run(config), "", _PLANS])
+
+
+def _describe_size(config: Config, params: Params, leave_out: Collection[str]) -> list[str]:
     parts = count_parts(params)
     whole = sum(parts.values())
     lines = [
@@ -45,19 +59,12 @@ def describe(config: Config, params: Params, leave_out: Collection[str] = ()) ->
     lines += [f"  {'all':<28}{whole:>15,}"]
     moments = jax.eval_shape(make_optimizer(config.optimizer, config.train.steps).init, params)
     size = 2 * 4 * whole + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(moments))
-    lines += [
+    return [
+        *lines,
         "",
         f"memory without activations  {_bytes(size)} ({config.optimizer.method}, float32), divided "
         "by config.mesh.fsdp",
     ]
-    if config.recipe == "finetune":
-        return "\n".join([*lines, *_describe_tasks(config)])
-    if config.distillation.teacher:
-        lines.append(
-            "teacher                     its parameters and forward pass are not included in these "
-            "numbers"
-        )
-    return "\n".join([*lines, *_describe_run(config), "", _PLANS])
 
 
 def count_parts(params: Params) -> dict[str, int]:
@@ -68,25 +75,39 @@ def count_parts(params: Params) -> dict[str, int]:
 def _describe_run(config: Config) -> list[str]:
     t = config.train
     most = ""
-    if config.reads_pairs:
+    source = config.training_data.source or f"config.{config.spec.data}.source is not set"
+    tokens = config.spec.tokens_per_step(config)
+    if varies := tokens is None:
         most, tokens = "at most ", 2 * config.parallel.batch_tokens
         rows = f"{most}{tokens:,} tokens, source and target"
-        source = config.parallel.source or "config.parallel.source is not set"
     else:
-        tokens = t.batch_size * config.data.length
         rows = f"{t.batch_size:,} rows x {config.data.length:,} = {tokens:,} tokens"
-        source = config.data.source
+        mixture = [f"{s.weight:.3g} {s.name} ({s.source})" for s in config.data.mixture]
+        source = ", ".join(mixture) or source
     lines = [
         "",
         f"training data               {source}",
         f"step                        {rows}",
-        f"run                         {t.steps:,} steps, {most}{_count(t.steps * tokens)} tokens",
+    ]
+    if texts := list(find_texts(config)):
+        of_run = ", ".join(f"{field}={text}" for field, text in texts)
+        return [
+            *lines,
+            f"run                         {of_run}; steps are known after --mode=prepare",
+        ]
+    seen = t.steps * tokens
+    if config.phases:
+        phases = zip(config.phase_configs, config.phase_lengths, strict=True)
+        seen = sum(n * each.train.batch_size * each.data.length for each, n in phases)
+    lines += [
+        *describe_phases(config),
+        f"run                         {t.steps:,} steps, {most}{_count(seen)} tokens",
         f"evaluations, checkpoints    every {t.eval_every:,} and {config.checkpoint.every:,} steps",
     ]
-    if config.reads_pairs:
+    if varies:
         return lines
     work = tokens * flops.training_flops_per_token(config)
-    total = work * t.steps
+    total = flops.training_flops(config)
     lines += [
         f"operations                  {spell_number(work)} FLOPs per step, {spell_number(total)} "
         "in total",
@@ -102,6 +123,25 @@ def _describe_run(config: Config) -> list[str]:
         f"  {chip:<26}{spell_time(total / rate)}, {tokens * rate / work:,.0f} tokens/s"
         for chip, rate in rates.items()
     ]
+
+
+def describe_phases(config: Config) -> list[str]:
+    """Returns a line for each phase, whose lengths are numbers of steps; [] without phases."""
+    lines = []
+    for phase, of_phase in zip(config.phases, config.phase_configs, strict=bool(config.phases)):
+        rows, length = of_phase.train.batch_size, of_phase.data.length
+        rate = phase.learning_rate or config.optimizer.learning_rate
+        facts = [
+            f"{phase.length:,} steps of {rows:,} x {length:,} = "
+            f"{_count(phase.length * rows * length)} tokens",
+            f"learning rate {rate:g} {phase.schedule}",
+            f"{of_phase.objective.mask_fraction:.0%} masked",
+        ]
+        names = [source.name for source in config.data.mixture]
+        shares = zip(phase.weights, names, strict=False)
+        facts += [" ".join(f"{weight:.3g} {name}" for weight, name in shares)]
+        lines.append(f"phase {phase.name:<21} {', '.join(filter(None, facts))}")
+    return lines
 
 
 def _describe_tasks(config: Config) -> list[str]:

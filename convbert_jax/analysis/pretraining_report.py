@@ -113,6 +113,8 @@ _PANELS = (
         ("mlm_accuracy", "sampled_accuracy", "encoder_mlm_accuracy"),
     ),
     Panel("pairs of texts: accuracy", ("pair_accuracy",), 0.5),
+    Panel("pairs in a batch: loss (nats)", ("contrastive_loss",)),
+    Panel("pairs in a batch: accuracy", ("contrastive_accuracy",)),
     Panel("discriminator: area under ROC curve", ("discriminator_auc",), 0.5),
     Panel("discriminator: loss (nats)", ("discriminator_loss",)),
     Panel("next tokens: loss (nats)", ("token_loss",)),
@@ -211,6 +213,15 @@ def list_numbers(values: Mapping[str, float], vocab_size: int) -> list[Number]:
     """
     if not values:
         return []
+    of_sources = [
+        Number(f"{name.removesuffix('/loss')}, loss", f"{value:.3f}")
+        for name, value in values.items()
+        if name.endswith("/loss")
+    ]
+    return [*_list_numbers(values, vocab_size), *of_sources]
+
+
+def _list_numbers(values: Mapping[str, float], vocab_size: int) -> list[Number]:
     guessing = f"guessing evenly: {math.log(vocab_size):.3f}"
     if "token_loss" in values:
         numbers = [
@@ -224,6 +235,18 @@ def list_numbers(values: Mapping[str, float], vocab_size: int) -> list[Number]:
                 Number("perplexity, per word", f"{values['word_perplexity']:.2f}", of_words)
             )
         return numbers
+    if "contrastive_loss" in values:
+        of_batch = "depends on the pairs of a batch"
+        numbers = [Number("pairs, loss", f"{values['contrastive_loss']:.3f} nats", of_batch)]
+        accuracy = _percent(values["contrastive_accuracy"])
+        if "spearman" not in values:
+            return [*numbers, Number("pairs, top-1 accuracy", accuracy, of_batch)]
+        correlation = f"{100 * values['spearman']:.2f}"
+        return [
+            *numbers,
+            Number("pairs in the order of their scores", accuracy, "guessing: 50.0%"),
+            Number("Spearman's correlation of cosine and score", correlation, "times 100"),
+        ]
     numbers = [
         Number("masked tokens, loss", f"{values['mlm_loss']:.3f} nats", guessing),
         Number("masked tokens, accuracy", _percent(values["mlm_accuracy"])),
@@ -309,18 +332,19 @@ def find_suspects(fake: np.ndarray, scores: np.ndarray) -> np.ndarray:
 
 
 def pair_subwords(
-    pieces: Sequence[str], original_pieces: Sequence[str], marked: Sequence[bool]
+    pieces: Sequence[tuple[bool, str]],
+    original_pieces: Sequence[tuple[bool, str]],
+    marked: Sequence[bool],
 ) -> tuple[Subword, ...]:
     """Pairs the tokens of a row with their originals.
 
     Args:
-      pieces: tokens after corruption or prediction.
+      pieces: tokens after corruption or prediction: (whether it begins a word, text).
       original_pieces: tokens of the corpus.
     """
-    starts = _word_starts(original_pieces)
     return tuple(
-        Subword(_show(new), None if new == old else _show(old), bool(mark), start)
-        for new, old, start, mark in zip(pieces, original_pieces, starts, marked, strict=True)
+        Subword(new[1] or "_", None if new == old else old[1] or "_", bool(mark), old[0])
+        for new, old, mark in zip(pieces, original_pieces, marked, strict=True)
     )
 
 
@@ -367,15 +391,3 @@ def count_found(suspects: Suspects) -> str:
 def _wrap(text: str) -> list[str]:
     lines = textwrap.wrap(text.strip(), 96, break_long_words=False, break_on_hyphens=False)
     return [f"  {line}" for line in lines]
-
-
-def _word_starts(pieces: Sequence[str]) -> list[bool]:
-    """Finds first tokens of words: marked in SentencePiece, unmarked in WordPiece."""
-    if any(piece.startswith("\u2581") for piece in pieces):
-        special = [piece.startswith("[") and piece.endswith("]") for piece in pieces]
-        return [p.startswith("\u2581") or s for p, s in zip(pieces, special, strict=True)]
-    return [not piece.startswith("##") for piece in pieces]
-
-
-def _show(piece: str) -> str:
-    return piece.removeprefix("\u2581").removeprefix("##") or "_"

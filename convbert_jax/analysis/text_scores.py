@@ -90,14 +90,10 @@ def score(
       ScoreError: as `check_library`.
     """
     check_library(recipe, score_words)
-    if recipe == "translation":
-        return _translation(written, references, score_words)
-    if recipe == "summarization":
-        return _summarization(written, references, score_words)
-    return _text_to_text(written, references, normalize)
+    return _SCORERS[recipe](written, references, normalize, score_words)
 
 
-def _translation(written, references, tokenizer: str) -> Scores:
+def _translation(written, references, normalize, tokenizer: str) -> Scores:
     """Computes corpus-level BLEU (Post 2018) and chrF (Popović 2015)."""
     _warn_of_missing_spaces("BLEU", references, tokenizer)
     sacrebleu = importlib.import_module("sacrebleu")
@@ -153,7 +149,7 @@ def _warn_of_missing_spaces(score: str, references: Sequence[Sequence[str]], wor
         )
 
 
-def _summarization(written, references, words: str) -> Scores:
+def _summarization(written, references, normalize, words: str) -> Scores:
     """Computes the mean F-measure of ROUGE-1, 2 and L (Lin 2004), with stemming for English.
 
     With several references, the best one for each score counts (`score_multi` of rouge-score).
@@ -177,7 +173,7 @@ def _summarization(written, references, words: str) -> Scores:
     return Scores(values, how + _of_several(references, ", the best of"))
 
 
-def _text_to_text(written, references, normalize) -> Scores:
+def _text_to_text(written, references, normalize, words: str) -> Scores:
     """Computes exact match, ignoring surrounding whitespace: raw and normalized.
 
     Normalization is the vocabulary's, which may remove case and accents.
@@ -203,6 +199,12 @@ def _of_several(references: Sequence[Sequence[str]], how: str) -> str:
     return f"{how} {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} references"
 
 
+# config.recipe -> function of (written, references, normalize, score_words)
+_SCORERS = {
+    "translation": _translation,
+    "summarization": _summarization,
+    "text_to_text": _text_to_text,
+}
 # name of a score -> its title
 TITLES = {
     "bleu": "BLEU",

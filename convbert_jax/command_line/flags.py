@@ -26,10 +26,26 @@ MODES = {
     "predict": "apply a fine-tuned or generative model in --workdir to each line or row of --input",
     "inspect": "plot attention maps and filters of --workdir, or of the weights at --source",
 }
+# Environment variable -> its effect.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "Platforms that JAX may use: `cpu` leaves out accelerators.",
+    "JAX_COMPILATION_CACHE_DIR": "Folder of compiled programs. It takes precedence over "
+    "config.train.compile_cache.",
+    "JAX_COORDINATOR_ADDRESS": "HOST:PORT of process 0, with --multihost; default detected.",
+    "GCE_METADATA_HOST": "Host of the metadata server that announces the preemption of a cloud "
+    "machine; without a TPU, the server is asked only if this is set.",
+    "HF_TOKEN": "Token of the Hugging Face hub, for --push_to_hub.",
+    "HF_HOME": "Cache of Hugging Face, for config.data.source=hub:…",
+    "TFDS_DATA_DIR": "Folder of prepared TensorFlow Datasets.",
+    "WANDB_PROJECT": "Project of config.train.tracker=wandb; default convbert_jax.",
+    "WANDB_NAME": "Name of the run of config.train.tracker=wandb; default config.name.",
+    "CONVBERT_API_KEY": "Key that requests to `convbert_jax.serve` must send.",
+    "MLFLOW_EXPERIMENT_NAME": "Experiment of config.train.tracker=mlflow; default convbert_jax.",
+}
 _LONGEST_NAME = 200  # characters of a flag
 # Examples in error messages for flags without a default.
 _EXAMPLES = {"processes": "4", "process": "0", "step": "1000", "price": "1.2"}
-FORMATS = ("huggingface", "tensorflow1", "stablehlo")
+FORMATS = ("huggingface", "tensorflow1", "onnx", "stablehlo")
 
 CONFIG = flags.DEFINE_string(
     "config",
@@ -62,6 +78,9 @@ VERIFY_STEPS = flags.DEFINE_integer(
     "verify_steps", 40, "Steps of each run of --mode=verify_resume.", lower_bound=2
 )
 FORMAT = flags.DEFINE_enum("format", "huggingface", FORMATS, "Output format of --mode=export.")
+QUANTIZE = flags.DEFINE_enum(
+    "quantize", None, ("int8",), "For --format=onnx: also write a model with int8 weights."
+)
 TOPOLOGY = flags.DEFINE_string(
     "topology",
     None,
@@ -110,6 +129,12 @@ GENERATOR = flags.DEFINE_boolean(
     None,
     "For --mode=export: include the generator; default: if the format supports it, else print why "
     "not.",
+)
+PUSH_TO_HUB = flags.DEFINE_string(
+    "push_to_hub",
+    None,
+    "For --mode=export: also upload the folder to OWNER/NAME on the Hugging Face hub; a new "
+    "repository is private.",
 )
 SOURCE = flags.DEFINE_string(
     "source",

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from absl import flags
 
 from convbert_jax.command_line import overrides
+from convbert_jax.command_line.exit_codes import EXIT_CODES
 from convbert_jax.command_line.fields import comments, field_types
 from convbert_jax.config import Config
 
@@ -18,8 +19,11 @@ _WIDTH = 100
 def describe_program(
     modes: Mapping[str, str], own_flags: Iterable[flags.Flag], known: Sequence[str]
 ) -> str:
-    """Returns the text of --help without a config: modes, flags and config files."""
-    rows = [(f"--{flag.name}", f"{flag.help} {_default(flag)}".strip()) for flag in own_flags]
+    """Returns the text of --help without a config: modes, flags, exit codes and config files."""
+    rows = []
+    for flag in own_flags:
+        default = default_text(flag)
+        rows.append((f"--{flag.name}", f"{flag.help} {default and f'[{default}]'}".strip()))
     return "\n".join(
         [
             "python -m convbert_jax.main --config=FILE [--config.SECTION.FIELD=VALUE ...] [flags]",
@@ -30,6 +34,9 @@ def describe_program(
             "",
             "Flags:",
             *_table(rows),
+            "",
+            "Exit codes:",
+            *_table((str(code), about) for code, about in EXIT_CODES.items()),
             "",
             _fill(f"Config files: {', '.join(known)}", 0),
             "All fields of a config, with comment and value: --config=configs/small.py --help",
@@ -62,11 +69,11 @@ def first_paragraph(cls) -> str:
     return " ".join(inspect.cleandoc(cls.__doc__).partition("\n\n")[0].split())
 
 
-def _default(flag: flags.Flag) -> str:
-    """Returns the default of a flag in brackets, if it has one and its help does not mention it."""
+def default_text(flag: flags.Flag) -> str:
+    """Returns the default of a flag, or "" if it has none or its help mentions it."""
     if flag.default in (None, [], "-") or flag.name == "mode":
         return ""
-    return f"[{flag.default_as_str}]".replace("'", "")
+    return flag.default_as_str.replace("'", "")
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> list[str]:

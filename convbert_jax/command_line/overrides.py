@@ -13,8 +13,8 @@ from typing import Any
 
 from convbert_jax import storage
 from convbert_jax.command_line.fields import field_types, nearest
-from convbert_jax.config import ConfigError, to_text
-from convbert_jax.config.fields import AutoBool
+from convbert_jax.config import ConfigError, lengths, to_text
+from convbert_jax.config.fields import INT_OR_TEXT, AutoBool
 
 _MULTIPLES = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
 _NUMBER = re.compile(
@@ -122,9 +122,14 @@ def _parse(name: str, value: str, kind: type):
         if value.lower() not in ("true", "false", "1", "0", "yes", "no"):
             raise ConfigError("must be true or false.", field=name, value=value)
         return value.lower() in ("true", "1", "yes")
-    if kind not in (int, float):
+    if kind not in (int, float, INT_OR_TEXT):
         return value
     match = _NUMBER.fullmatch(value.strip())
+    if kind == INT_OR_TEXT:
+        if not match:
+            lengths.parse(value, name)
+            return value
+        kind = int
     if not match:
         raise ConfigError(f"must be of type {kind.__name__}.", field=name, value=value)
     # Decimal, because a float cannot represent every seed exactly, and overflows for 1e400.

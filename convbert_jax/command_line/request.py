@@ -18,9 +18,11 @@ from convbert_jax.workdir import Workdir
 _HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
 
 # Flag -> modes that use it; an error in other modes.
-_MODES_OF_FLAG = {
+MODES_OF_FLAG = {
     "verify_steps": ("verify_resume",),
     "format": ("export",),
+    "quantize": ("export",),
+    "push_to_hub": ("export",),
     "topology": ("plan",),
     "largest_batch": ("plan",),
     "compare": ("plan",),
@@ -86,6 +88,8 @@ class Request:
     processes: Processes | None
     verify_steps: int
     format: str
+    quantize: str | None
+    push_to_hub: str | None
     topology: str | None
     largest_batch: bool
     compare: bool
@@ -140,6 +144,8 @@ def read(argv: Sequence[str]) -> Request:
         processes=_read_processes(),
         verify_steps=flags.VERIFY_STEPS.value,
         format=flags.FORMAT.value,
+        quantize=flags.QUANTIZE.value,
+        push_to_hub=flags.PUSH_TO_HUB.value,
         topology=flags.TOPOLOGY.value,
         largest_batch=flags.LARGEST_BATCH.value,
         compare=flags.COMPARE.value,
@@ -180,7 +186,7 @@ def describe(argv: Sequence[str]) -> str | None:
 
 def _check_flags() -> None:
     mode = flags.MODE.value
-    for name, modes in _MODES_OF_FLAG.items():
+    for name, modes in MODES_OF_FLAG.items():
         if absl_flags.FLAGS[name].present and mode not in modes:
             raise ConfigError(
                 f"has no effect with --mode={mode}; it is for {' and '.join(modes)}.",
@@ -188,7 +194,7 @@ def _check_flags() -> None:
             )
     for name in (
         *("config", "workdir", "output", "input", "source", "coordinator"),
-        *("beside", "word", "topology", "runner"),
+        *("beside", "word", "topology", "runner", "push_to_hub"),
     ):
         if absl_flags.FLAGS[name].value == "":
             raise ConfigError("is empty; set a value, or leave the flag out.", field=f"--{name}")
@@ -198,6 +204,8 @@ def _check_flags() -> None:
             field="--price",
             value=flags.PRICE.value,
         )
+    if flags.QUANTIZE.value and flags.FORMAT.value != "onnx":
+        raise ConfigError("needs --format=onnx.", field="--quantize", value=flags.QUANTIZE.value)
     of_weights = mode in ("export", "inspect")
     if of_weights and flags.SOURCE.value and not flags.OUTPUT.value:
         raise ConfigError(
@@ -361,34 +369,14 @@ def _check_overrides(changed: Mapping[str, Any], file: str | None) -> None:
 
 
 def _check_recipe(config: Config) -> None:
-    """Rejects modes that fine-tuning lacks, and the folder of a single fine-tuned model."""
+    """Rejects modes that the recipe lacks, and the folder of a single fine-tuned model."""
     mode = flags.MODE.value
-    if config.recipe != "finetune" or mode in _WITHOUT_CONFIG:
+    if mode in _WITHOUT_CONFIG:
         return
-    if mode == "import":
-        raise ConfigError(
-            "creates a pre-training run; fine-tuning reads weights in any format: "
-            f"--mode=train --config.init_from={flags.SOURCE.value}.",
-            field="--mode",
-            value="import",
-        )
-    if mode == "plan":
-        raise ConfigError(
-            "is for pre-training; fine-tuning consists of short runs on one machine. Use "
-            "--mode=show.",
-            field="--mode",
-            value="plan",
-        )
-    if mode == "eval":
-        raise ConfigError(
-            "is for pre-training; the scores of a fine-tuning run are in its table.md "
-            "and results.jsonl. For new text use --mode=predict.",
-            field="--mode",
-            value="eval",
-        )
-    if mode not in ("train", "show", "doctor", "prepare"):
-        raise ConfigError("is for pre-training.", field="--mode", value=mode)
-    if config.outputs.task:
+    if reason := config.spec.refused_modes.get(mode):
+        reason = reason.format(source=flags.SOURCE.value)
+        raise ConfigError(reason, field="--mode", value=mode)
+    if config.spec.data == "task" and config.outputs.task:
         raise ConfigError(
             "is a single fine-tuned model; use the folder of the whole run to resume, or "
             "--mode=predict or export.",

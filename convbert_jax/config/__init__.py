@@ -6,11 +6,13 @@ it to the frozen dataclass `Config`; only `main.py` and `recipes/` handle Config
 raises `ConfigError` with one sentence that names the field, its value and the fix.
 
 model.py       sections of the network and the generator
-data.py        sections of the vocabulary, the corpus and a custom labelled data set
-training.py    sections of pre-training: objective, distillation, optimizer, loop, checkpoints, mesh
+data.py        sections of the vocabulary, the corpus, a mixture and a custom labelled data set
+training.py    sections of pre-training: objective, distillation, optimizer, phases, loop,
+               checkpoints, mesh
 sequences.py   sections of generative models: decoder, pairs of texts, generation
 finetuning.py  sections of fine-tuning, and the head of a task
 run.py         `Config`, which contains all sections, and derived values
+lengths.py     lengths as texts, "100M words", and their conversion to steps
 fields.py      annotations of fields: bounds, choices, changes on resume; their check
 checks.py      validation: rules between fields
 changes.py     which fields may change when a run is resumed, and differences of two configs
@@ -21,7 +23,7 @@ reading.py     conversion from and to mappings
 errors.py      exceptions
 """
 
-from convbert_jax.config.data import DataSection, TaskSection, TokenizerSection
+from convbert_jax.config.data import DataSection, SourceSection, TaskSection, TokenizerSection
 from convbert_jax.config.errors import ConfigError, PluginError, UserError
 from convbert_jax.config.finetuning import FinetuneSection, OutputsSection
 from convbert_jax.config.mixers import Mixer, MixerSettings
@@ -41,13 +43,19 @@ from convbert_jax.config.reading import (
     to_text,
 )
 from convbert_jax.config.run import Config, fit_to_steps
-from convbert_jax.config.sequences import DecodingSection, ParallelSection, SequenceSection
+from convbert_jax.config.sequences import (
+    DecodingSection,
+    PairFormat,
+    ParallelSection,
+    SequenceSection,
+)
 from convbert_jax.config.training import (
     CheckpointSection,
     DistillationSection,
     MeshSection,
     ObjectiveSection,
     OptimizerSection,
+    PhaseSection,
     TrainSection,
 )
 
@@ -70,9 +78,12 @@ __all__ = [
     "ObjectiveSection",
     "OptimizerSection",
     "OutputsSection",
+    "PairFormat",
     "ParallelSection",
+    "PhaseSection",
     "PluginError",
     "SequenceSection",
+    "SourceSection",
     "StageConfig",
     "StageSection",
     "TaskSection",

@@ -6,6 +6,7 @@ from typing import Any
 
 from convbert_jax.config import fields
 from convbert_jax.config.errors import ConfigError
+from convbert_jax.config.recipes import RECIPES
 
 
 def is_changeable(cls: type, path: str, recipe: str) -> bool:
@@ -25,7 +26,7 @@ def is_changeable(cls: type, path: str, recipe: str) -> bool:
         raise ConfigError("does not exist.", field=f"config.{path}")
     if rest and dataclasses.is_dataclass(field.type):
         return is_changeable(field.type, rest, recipe)
-    in_pretraining = fields.IN_PRETRAINING in field.marks and recipe != "finetune"
+    in_pretraining = fields.IN_PRETRAINING in field.marks and RECIPES[recipe].data != "task"
     return fields.ALWAYS in field.marks or in_pretraining
 
 

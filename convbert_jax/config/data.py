@@ -11,6 +11,7 @@ from convbert_jax.config.fields import (
     AutoBool,
     Changeable,
     ChangeableInPretraining,
+    Encoding,
     Fraction,
     FractionBelow1,
     Range,
@@ -26,17 +27,18 @@ INPUT_FORMATS = ("auto", "lines", "tsv", "csv", "jsonl", "json", "conll", "patte
 class TokenizerSection:
     """Subword vocabulary: trained on the corpus, or read from `path`."""
 
-    # sentencepiece | wordpiece | pieces (texts are already tokenized, with blanks between pieces)
-    kind: Literal["sentencepiece", "wordpiece", "pieces"] = "sentencepiece"
+    # sentencepiece | wordpiece | bpe (byte-level, restores any text) | pieces (texts are already
+    # tokenized, with blanks between pieces)
+    kind: Literal["sentencepiece", "wordpiece", "bpe", "pieces"] = "sentencepiece"
     vocab_size: Annotated[int, Range(17, 2**24, note="five ids are special tokens")] = 30_522
     # vocab.txt, tokenizer.json, SentencePiece .model or .pieces; "" trains one. May be moved later
     path: ChangeableInPretraining[str] = ""
     # auto | true | false. auto: as in the file; a trained one lower-cases text unless the corpus is
-    # Turkish or Azeri or the model generates text
+    # Turkish or Azeri, the model generates text or the kind is bpe, which always keeps case
     lowercase: AutoBool = "auto"
     strip_accents: AutoBool = "auto"  # auto | true | false. auto: as in the file; else false
-    # Unicode form of a trained sentencepiece: nfkc | nfc, which keeps full-width punctuation and
-    # "²" | identity | auto: nfc for models that generate text, nfkc for encoders
+    # Unicode form of a trained sentencepiece or bpe: nfkc | nfc, which keeps full-width punctuation
+    # and "²" | identity | auto: identity for bpe, nfc for models that generate text, else nfkc
     normalization: Literal["auto", "nfkc", "nfc", "identity"] = "auto"
     algorithm: Literal["unigram", "bpe"] = "unigram"  # of SentencePiece: unigram | bpe
     # longer words become [UNK] (wordpiece); transformers: 100
@@ -50,12 +52,30 @@ class TokenizerSection:
 
 
 @dataclasses.dataclass(frozen=True)
+class SourceSection:
+    """One source of config.data.mixture; format, encoding and so on are those of config.data."""
+
+    name: str = ""  # folder of its rows, and prefix of its metrics, as "medical/loss"
+    source: str = ""  # as data.source
+    validation_source: str = ""  # as data.validation_source
+    weight: Fraction = 0.0  # share of the training rows; 0: only held-out rows are used
+    # the source is left out after this number of epochs; 0: never
+    epochs: Annotated[float, Range(0.0, 1e6, note="0 is no limit")] = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class DataSection:
     """The corpus, and how it is converted to rows of `length` tokens."""
 
     # docstrings | text:GLOB | tfds:NAME or tfds:DIR | parquet:GLOB | hub:OWNER/NAME/FILE-GLOB
     # (parquet, text or jsonl files) | datasets:NAME[/CONFIG] or datasets:DIR
     source: str = "docstrings"
+    # Several sources instead of one, as JSON: '[{"name": "medical", "source": "text:med/*.txt",
+    # "weight": 0.9}, {"name": "web", "source": "text:web/*.txt", "weight": 0.1, "epochs": 4}]'.
+    # weight: share of the training rows; all add up to 1. epochs: the source is left out after this
+    # number of epochs, and the others take its share (default 0: never). validation_source: as
+    # below
+    mixture: tuple[SourceSection, ...] = ()
     # of text files: auto | blank_lines | lines | jsonl | wikiextractor | file (one document per
     # file) | csv | tsv (with a header)
     format: Literal[
@@ -81,7 +101,7 @@ class DataSection:
     # and read four at a time through a shuffle buffer of 100 rows. False: each epoch is a random
     # permutation of all rows.
     release_shuffle: bool = False
-    encoding: str = "utf-8"  # of text, csv, tsv and jsonl files, e.g. cp1252 or gbk
+    encoding: Encoding = "utf-8"  # of text, csv, tsv and jsonl files, e.g. cp1252 or gbk
     # bytes that cannot be decoded: error | replace | skip (leave the document out)
     encoding_errors: Literal["error", "replace", "skip"] = "error"
     # folder of prepared shards, also in a bucket (gs://); "" is WORKDIR/data. Runs may share it
@@ -92,6 +112,13 @@ class DataSection:
     workers: Changeable[Annotated[int, Range(0, 1_024, note="0 is one per core")]] = 0
     prefetch: Changeable[Annotated[int, Range(1, 10_000)]] = 8  # batches read ahead
 
+    @property
+    def specs(self) -> tuple[str, ...]:
+        """All sources: of training, then of validation."""
+        sections = self.mixture or (self,)
+        found = [s.source for s in sections] + [s.validation_source for s in sections]
+        return tuple(filter(None, found))
+
 
 @dataclasses.dataclass(frozen=True)
 class TaskSection:
@@ -101,11 +128,13 @@ class TaskSection:
     """
 
     name: str = "own"
-    kind: str = "classification"  # classification (one text or two) | regression | tagging
+    # classification (one text or two) | multilabel (any number of labels) | regression | tagging
+    kind: str = "classification"
     # names, by index of the logit; SPELLING=NAME if the file uses another spelling; (): the labels
     # of the training set, sorted
     labels: tuple[str, ...] = ()
-    # the first selects the best run; (): accuracy, macro_f1 | spearman, pearson | span_f1, accuracy
+    # the first selects the best run; (): accuracy, macro_f1 | multilabel: micro_f1, macro_f1 |
+    # spearman, pearson | span_f1, accuracy
     metrics: tuple[str, ...] = ()
     folder: str = ""  # of the files
     train: str = ""  # files
@@ -115,7 +144,7 @@ class TaskSection:
     test: str = ""
     heldout_fraction: FractionBelow1 = 0.1  # without `validation`; selected by a hash of the texts
     # auto (by the file's name) | tsv | csv | jsonl | json (FILE#KEY names the list) | conll |
-    # parallel (the files of a split are its columns) | pattern; see data/readers/tables.py
+    # parallel (the files of a split are its columns) | pattern; see data/readers/rows.py
     format: str = "auto"
     columns: tuple[str, ...] = ()  # names, if the first line is not a header
     rest_in_last: bool = False  # tsv: the last column may contain tabs
@@ -123,10 +152,11 @@ class TaskSection:
     # one or two text columns; tagging: the words, by default the first column of a CoNLL file, FORM
     # of a .conllu file. data.text is the field text of data
     texts: tuple[str, ...] = ("text",)
-    # column; tagging: by default the last column of a CoNLL file, UPOS of a .conllu file
+    # column; multilabel: a list, or labels separated by |; tagging: by default the last column of a
+    # CoNLL file, UPOS of a .conllu file
     label: str = "label"
     id: str = ""  # column with the id of a row in the predictions; "" numbers the rows
-    encoding: str = "utf-8"
+    encoding: Encoding = "utf-8"
     swap_pairs: bool = False  # the two texts have no order; finetune.swap_pairs trains on both
     # regression: the training targets are the labels divided by this
     scale: Annotated[float, Range(1e-6, 1e9)] = 1.0

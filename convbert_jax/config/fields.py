@@ -26,7 +26,10 @@ _T = TypeVar("_T")
 ALWAYS, IN_PRETRAINING = "changeable", "changeable in pre-training"
 Changeable = Annotated[_T, ALWAYS]
 ChangeableInPretraining = Annotated[_T, IN_PRETRAINING]
+_ENCODING = "encoding"
+Encoding = Annotated[str, _ENCODING]
 AutoBool = bool | Literal["auto"]
+INT_OR_TEXT = int | str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,9 @@ class Range:
 INT32 = 2**31 - 1  # steps and positions are counted in 32 bits on the device
 Count = Annotated[int, Range(1, INT32)]
 CountOrOff = Annotated[int, Range(0, INT32, note="0 is off")]
+# Steps, or a text as "100M words", see lengths.py.
+Length = Annotated[INT_OR_TEXT, Range(1, INT32)]
+LengthOrOff = Annotated[INT_OR_TEXT, Range(0, INT32, note="0 is off")]
 CountOrAll = Annotated[int, Range(0, INT32, note="0 is all")]
 SmallCount = Annotated[int, Range(1, 1_024)]
 CountOrModel = Annotated[int, Range(0, 1_024, note="0 is the value of config.model")]
@@ -66,6 +72,7 @@ PositiveFraction = Annotated[float, Range(0.0, 1.0, with_low=False)]
 LearningRate = Annotated[float, Range(0.0, 1e3, with_low=False)]
 Epsilon = Annotated[float, Range(1e-30, 1.0)]  # smaller values may underflow to 0 in float32
 Weight = Annotated[float, Range(0.0, 1e6)]
+RotaryBase = Annotated[float, Range(1.0, 1e9, with_low=False)]
 Temperature = Annotated[float, Range(1e-4, 1e4)]
 
 
@@ -74,10 +81,11 @@ class Field:
     """The annotation of a field.
 
     Attributes:
-      type: int, float, bool, str, AutoBool, a tuple of these, a section or a tuple of sections.
+      type: int, float, bool, str, AutoBool, INT_OR_TEXT, a tuple of these, a section or a tuple of
+        sections.
       choices: values of a text field; () if any.
       bounds: of a number, or of each item of a tuple.
-      marks: ALWAYS or IN_PRETRAINING, if a resumed run may change the field.
+      marks: ALWAYS or IN_PRETRAINING, if a resumed run may change the field; the mark of Encoding.
     """
 
     type: Any
@@ -109,12 +117,19 @@ def check_fields(section: Any, path: str = "config") -> None:
         value, place = getattr(section, name), f"{path}.{name}"
         if field.choices:
             check_choice(place.removeprefix("config."), value, field.choices)
+        if _ENCODING in field.marks:
+            _check_encoding(place, value)
         items = value if isinstance(value, tuple) else (value,)
         for i, item in enumerate(items):
             if dataclasses.is_dataclass(item):
                 check_fields(item, f"{place}[{i}]" if items is value else place)
-            elif field.bounds and item not in field.bounds:
+            elif field.bounds and not isinstance(item, str) and item not in field.bounds:
                 raise ConfigError(f"must be {field.bounds}.", field=place, value=item)
+
+
+def are_numbers(*steps_or_texts: int | str) -> bool:
+    """Whether no length is a text; texts are compared when they are numbers of steps."""
+    return not any(isinstance(length, str) for length in steps_or_texts)
 
 
 def check_choice(field: str, value: str, choices: Collection[str]) -> None:
@@ -126,6 +141,27 @@ def check_choice(field: str, value: str, choices: Collection[str]) -> None:
             f"is unknown; {hint} one of: {', '.join(choices)}.",
             field=f"config.{field}",
             value=value,
+        )
+
+
+def _check_encoding(place: str, encoding: str) -> None:
+    """Raises ConfigError unless the encoding exists and decodes the byte "\\n" as line end."""
+    try:
+        same = b"\n".decode(encoding) == "\n"
+    except LookupError:
+        raise ConfigError(
+            "is unknown; use an encoding that Python supports, for example utf-8, cp1252 or gbk.",
+            field=place,
+            value=encoding,
+        ) from None
+    except UnicodeDecodeError:
+        same = False
+    if not same:
+        raise ConfigError(
+            "is not supported, because its line ends differ from ASCII; convert the files "
+            f"(iconv -f {encoding} -t UTF-8).",
+            field=place,
+            value=encoding,
         )
 
 

@@ -20,11 +20,12 @@ from convbert_jax.config.fields import (
     Temperature,
 )
 
-Kind = Literal["classification", "regression", "tagging", "span"]
+Kind = Literal["classification", "multilabel", "regression", "tagging", "span"]
 Head = Literal["auto", "sequence", "first_and_mean", "first_token", "token", "span", "span_beam"]
 # kind of task -> supported heads, the default first
 HEADS_OF_KIND = {
     "classification": ("sequence", "first_and_mean", "first_token"),
+    "multilabel": ("sequence", "first_and_mean", "first_token"),
     "regression": ("sequence", "first_and_mean", "first_token"),
     "tagging": ("token",),
     "span": ("span", "span_beam"),
@@ -82,6 +83,14 @@ class FinetuneSection:
     # the learning rate of layer i of n is the peak times layer_decay ** (n + 1 - i), of the
     # embeddings ** (n + 2); the head uses the peak
     layer_decay: Annotated[float, Range(0.0, 1.0, with_low=False, note="1 is off")] = 0.8
+    # LoRA (Hu et al. 2021): rank of the trained factors; the weights of the encoder are constant
+    # and the factors are added to them after training; 0 is off: train all parameters
+    lora_rank: Annotated[int, Range(0, 4_096, note="0 is off")] = 0
+    # the product of the factors is multiplied by lora_alpha / lora_rank
+    lora_alpha: Annotated[float, Range(0.0, 1e6, with_low=False)] = 16.0
+    # kernels with factors, by their path in a layer: mixer and feed_forward select all kernels of
+    # their part, mixer/key, feed_forward/output and so on one. Query and value as in the paper.
+    lora_targets: tuple[str, ...] = ("mixer/query", "mixer/value")
     # Release: the loss is the sum over the batch, so almost every gradient is clipped. False: the
     # mean.
     sum_loss: bool = False
@@ -110,7 +119,7 @@ class OutputsSection:
     """Meaning of the outputs of a fine-tuned model. Written by fine-tuning; do not set it."""
 
     task: str = ""
-    kind: Kind = "classification"  # classification | regression | tagging | span
+    kind: Kind = "classification"  # classification | multilabel | regression | tagging | span
     head: str = "sequence"  # as config.finetune.head, resolved
     labels: tuple[str, ...] = ("0", "1")  # names, by index of the logit; regression: one
     # regression: a prediction is the output times this

@@ -28,11 +28,32 @@ MIXERS = {
     "light": "convbert_jax.models.mixers.gated:Light",
     "dilated": "convbert_jax.models.mixers.gated:Dilated",
     "separable": "convbert_jax.models.mixers.convolution:Separable",
+    "short": "convbert_jax.models.mixers.gated:Short",
 }
 
 _PLAIN = "convbert_jax.models.mixers.plain"  # wraps an nnx.Module as a mixer
 _SPELLINGS = {"true": True, "false": False}
 _OWN_TYPES = (int, float, bool, str)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """Options of attention heads. The defaults are those of BERT.
+
+    Attributes:
+      rotary_base: base of rotary positions (Su et al. 2021); 0: none.
+      window: a position sees keys at most this many positions away; 0: all.
+      qk_norm_epsilon: of RMS norms of each head's queries and keys; 0: no norms.
+      key_value_heads: heads of keys and values, shared by equal groups of query heads (Ainslie et
+        al. 2023); 0: one per query head.
+      biases: whether the projections have biases.
+    """
+
+    rotary_base: float = 0.0
+    window: int = 0
+    qk_norm_epsilon: float = 0.0
+    key_value_heads: int = 0
+    biases: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +74,7 @@ class MixerSettings:
     attention: str
     convolution: str
     mask_convolution: bool
+    options: AttentionOptions = AttentionOptions()
     generator_size: float | None = None  # config.generator.size, in a generator
     release_heads: bool = True  # config.generator.release_heads, in a generator
 
@@ -111,7 +133,7 @@ class Mixer(Protocol):
     Attributes:
       RULES: partition rules of the parameters, `placement.Rules` with patterns that match whole
         paths below `mixer/`. Other parameters are partitioned by their last name (kernel, bias,
-        scale, embedding) as in all layers; any other name is an error.
+        scale, embedding, depthwise) as in all layers; any other name is an error.
     """
 
     RULES: ClassVar[Sequence[tuple[str, Any]]]

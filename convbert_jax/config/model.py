@@ -5,15 +5,18 @@ would not expect; the `paper` variant of each config sets them to the behavior o
 """
 
 import dataclasses
+import itertools
 from typing import Annotated, Literal
 
 from convbert_jax.config.fields import (
     Changeable,
+    CountOrAll,
     CountOrModel,
     Epsilon,
     FractionBelow1,
     PositiveFraction,
     Range,
+    RotaryBase,
     Size,
     SmallCount,
     Width,
@@ -23,6 +26,8 @@ from convbert_jax.config.fields import (
 # names; a test compares them.
 ATTENTIONS = {"xla": "", "pallas_tpu": "tpu", "cudnn": "gpu", "splash": "tpu"}
 CONVOLUTIONS = {"xla": "", "pallas_tpu": "tpu", "pallas_gpu": "gpu", "reference": ""}
+
+CANONS = tuple("".join(part) for n in range(5) for part in itertools.combinations("ABCD", n))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +64,8 @@ class ModelSection:
     # mixed (ConvBERT): heads // head_ratio attention heads and as many convolution heads.
     # attention (BERT, ELECTRA): attention heads. bottleneck (an ablation of ConvBERT, "noconv" in
     # the official code): only heads // head_ratio attention heads. Convolution only: span_dynamic
-    # (ConvBERT's), dynamic and light (DynamicConv, LightConv), dilated, separable. Or a custom
-    # mixer, PACKAGE.MODULE:CLASS, see config/mixers.py.
+    # (ConvBERT's), dynamic and light (DynamicConv, LightConv), dilated, separable, short (LFM2). Or
+    # your own, PACKAGE.MODULE:CLASS, see config/mixers.py.
     mixer: str = "mixed"
     # NAME=VALUE of mixer-specific fields. mixed: filters=span_dynamic | dynamic | light,
     # own_value=true (false: the paper's formula), convolution_share=0.5 of the heads. dynamic,
@@ -74,19 +79,54 @@ class ModelSection:
     dilations: Annotated[tuple[int, ...], Range(1, 1_024)] = ()
     ffn_size: Width = 1024
     ffn_groups: SmallCount = 1
+    # gelu (exact) | relu, or the activation of one dense layer times another (Shazeer 2020): geglu
+    # (exact GELU: ModernBERT) | gated_gelu (tanh approximation: T5 1.1) | swiglu (SiLU: Llama)
+    activation: Literal["gelu", "relu", "geglu", "gated_gelu", "swiglu"] = "gelu"
+    # post: norm after each residual sum (BERT). pre: before each sublayer and after the last layer;
+    # LightConv's language models need it ("not stable" otherwise).
+    norm: Literal["post", "pre"] = "post"
+    # layer (mean and variance, scale and bias) | rms (root mean square and scale only: T5)
+    normalization: Literal["layer", "rms"] = "layer"
+    # of dense layers and layer norms in layers and embeddings, and in the head for masked words;
+    # convolutions and other heads keep theirs. T5 and ModernBERT have none
+    biases: bool = True
+    embedding_norm: bool = True  # of an encoder's embeddings (BERT). Generative models have none
+    # RMS norm of the queries and keys of each attention head
+    qk_norm: bool = False
+    # mixer attention: heads of keys and values, each shared by heads / key_value_heads query heads;
+    # 0: as many as heads
+    key_value_heads: Annotated[int, Range(0, 1_024, note="0 is as many as heads")] = 0
+    # Local attention sees this many positions on each side (half of ModernBERT's local_attention);
+    # 0: all attention is global.
+    window: CountOrAll = 0
+    # with window: every n-th layer is global, the first included; 0: none (ModernBERT: 3)
+    global_every: Annotated[int, Range(0, 1_024, note="0 is none")] = 3
+    # Canon layers (Allen-Zhu 2025), added to any mixer: x + conv(x), a depthwise convolution of 4
+    # taps, causal in decoders and centered in encoders. Positions, as ABCD: A before the mixer, B
+    # on its queries, keys and values (attention, bottleneck, mixed), C before the feed-forward
+    # block, D on its hidden units before the activation, also on those of the gate. "" is none.
+    canon: Literal[*CANONS] = ""
     # groups of layers that differ, in order, as '[{"layers": 4, "mixer": "attention"}, {"layers":
     # 8}]'; fields as in StageSection. (): all layers are the same.
     stages: tuple[StageSection, ...] = ()
-    positions: Size = 512  # rows of the learned position table, the longest input
-    types: SmallCount = 2  # rows of the segment-type table
+    # learned | sinusoidal (Vaswani et al. 2017) | rotary, in attention heads (Su et al. 2021) |
+    # none, enough for convolutions (Tay et al. 2021). Positions restart in each packed document.
+    position_embedding: Literal["learned", "sinusoidal", "rotary", "none"] = "learned"
+    rotary_base: RotaryBase = 10_000.0  # of global attention; ModernBERT: 160,000
+    local_rotary_base: RotaryBase = 10_000.0  # of local attention
+    # rows of the learned position table; the longest input of an encoder
+    positions: Size = 512
+    types: Annotated[int, Range(0, 1_024)] = 2  # rows of the segment-type table; 0: no table
     dropout: FractionBelow1 = 0.1  # rounded to multiples of 1/256, as all dropout rates
     # of attention maps, and of the filters of dynamic and light
     attention_dropout: FractionBelow1 = 0.1
+    activation_dropout: FractionBelow1 = 0.0  # inside feed-forward blocks; T5: as dropout
+    last_dropout: FractionBelow1 = 0.0  # after the final norm of norm=pre; T5: as dropout
     # auto: the fastest per platform, which is logged; cudnn and splash do not support attention
     # dropout. A named implementation is never replaced by another. auto | xla | pallas_tpu | cudnn
     # (GPU) | splash (TPU)
     attention: Changeable[Literal["auto", *ATTENTIONS]] = "auto"
-    # implementation of the span-based convolution and of its key convolution, as for attention:
+    # implementation of the convolutions of mixers and of canon, as for attention:
     # auto | xla | pallas_tpu | pallas_gpu | reference
     convolution: Changeable[Literal["auto", *CONVOLUTIONS]] = "auto"
     layer_norm_epsilon: Epsilon = 1e-12

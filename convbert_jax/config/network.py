@@ -2,13 +2,22 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from convbert_jax.config.errors import ConfigError
-from convbert_jax.config.mixers import Mixer, MixerSettings, check_causal, make_mixer
+from convbert_jax.config.mixers import (
+    AttentionOptions,
+    Mixer,
+    MixerSettings,
+    check_causal,
+    make_mixer,
+)
+from convbert_jax.config.mixers import change as change_mixer
 from convbert_jax.config.model import GeneratorSection, ModelSection, StageSection
 from convbert_jax.config.sequences import SequenceSection
 
+GATED = ("geglu", "gated_gelu", "swiglu")  # activations with a third dense layer, a gate
+CANON_TAPS = 4
 # Fields of config.model that config.model.NAMEs can set for each layer.
 SCHEDULED = ("kernel_size", "dilation")
 
@@ -25,40 +34,120 @@ class LayerConfig:
     layer_norm_epsilon: float
     initializers: str
     initializer_range: float
-    norm: str = "post"  # layer norm after each residual sum, or "pre", before each sublayer
-    activation: str = "gelu"  # of the feed-forward block; see config.sequence.activation
-    normalization: str = "layer"  # or "rms"
-    biases: bool = True  # in feed-forward blocks, and in the cross-attention of a decoder
-    activation_dropout: float = 0.0  # inside feed-forward blocks
+    # The rest as in config.model.
+    norm: str = "post"
+    activation: str = "gelu"
+    normalization: str = "layer"
+    biases: bool = True
+    activation_dropout: float = 0.0
+    canon: str = ""
+    convolution: str = "auto"  # implementation of the convolutions of `canon`
+    mixer_norm: bool = True  # False: the input of a pre-norm layer is already normalized
 
     @property
     def gated(self) -> bool:
         """Whether the feed-forward block has a third dense layer, a gate."""
-        return self.activation.startswith("gated_")
+        return self.activation in GATED
+
+    @property
+    def canon_widths(self) -> dict[str, Mapping[str, int]]:
+        """Position in `canon` -> name of each input that is convolved there -> its channels."""
+        units = ("intermediate", "gate") if self.gated else ("intermediate",)
+        widths = {
+            "A": {"mixer": self.hidden_size},
+            "B": getattr(self.mixer, "canon_widths", {}),
+            "C": {"feed_forward": self.hidden_size},
+            "D": dict.fromkeys(units, self.ffn_size),
+        }
+        return {position: widths[position] for position in self.canon}
 
 
 @dataclasses.dataclass(frozen=True)
 class StageConfig:
-    """`depth` identical layers with stacked parameters, executed by one `lax.scan`."""
+    """`depth` layers with stacked parameters, executed by one `lax.scan`.
+
+    The layers repeat `pattern`. Its members have equal parameters and differ only in the window and
+    rotary base of their attention.
+    """
 
     depth: int
-    layer: LayerConfig
+    pattern: tuple[LayerConfig, ...]
+
+    @property
+    def layer(self) -> LayerConfig:
+        """The first layer."""
+        return self.pattern[0]
+
+    @property
+    def layers(self) -> tuple[LayerConfig, ...]:
+        return self.pattern * (self.depth // len(self.pattern))
+
+    def map(self, change: Callable[[LayerConfig], LayerConfig]) -> "StageConfig":
+        """Returns the stage with changed layers."""
+        return dataclasses.replace(self, pattern=tuple(map(change, self.pattern)))
+
+
+def group_layers(layers: Sequence[LayerConfig]) -> tuple[StageConfig, ...]:
+    """Groups consecutive layers with equal parameters into stages with the shortest pattern."""
+    stages = []
+    for _, equal in itertools.groupby(layers, global_layer):
+        run = tuple(equal)
+        most = len(run)
+
+        def repeats(period, run=run, most=most):
+            whole = run[: most // period * period]
+            return whole == run[:period] * (most // period)
+
+        period = next((n for n in range(1, most // 2 + 1) if repeats(n)), most)
+        repeated = most // period * period
+        stages.append(StageConfig(repeated, run[:period]))
+        if repeated < most:
+            stages.append(StageConfig(most - repeated, run[repeated:]))
+    return tuple(stages)
+
+
+def global_layer(layer: LayerConfig) -> LayerConfig:
+    """Returns the layer without window and rotary base, which have no parameters."""
+    if not hasattr(layer.mixer, "options"):
+        return layer
+    options = dataclasses.replace(layer.mixer.options, window=0, rotary_base=0.0)
+    return dataclasses.replace(layer, mixer=change_mixer(layer.mixer, options=options))
 
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingsConfig:
-    """Word, position and segment-type tables and their layer norm, with `size` channels."""
+    """Token, position and segment-type embeddings with `size` channels."""
 
     vocab_size: int
     size: int
-    positions: int
-    types: int
+    positions: int  # rows of the learned position table
+    types: int  # rows of the segment-type table; 0: none
     dropout: float
     layer_norm_epsilon: float
+    # As in config.model.
+    position_embedding: str = "learned"
+    normalization: str = "layer"
+    biases: bool = True
+    norm: bool = True
+    scaled: bool = False  # token embeddings times sqrt(size) (Vaswani et al. 2017)
+
+
+class _Stages:
+    """The layers of an encoder or a decoder, in order."""
+
+    stages: tuple[StageConfig, ...]
+
+    @property
+    def depth(self) -> int:
+        return sum(stage.depth for stage in self.stages)
+
+    @property
+    def layers(self) -> tuple[LayerConfig, ...]:
+        return tuple(layer for stage in self.stages for layer in stage.layers)
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderConfig:
+class EncoderConfig(_Stages):
     """An encoder: a projection of the embeddings if the sizes differ, then the stages in order."""
 
     embedding_size: int
@@ -70,9 +159,17 @@ class EncoderConfig:
     initializer_range: float
     last_dropout: float = 0.0  # after the final norm of pre-norm layers
 
-    @property
-    def depth(self) -> int:
-        return sum(stage.depth for stage in self.stages)
+    def with_mixers(self, **fields: object) -> "EncoderConfig":
+        """Returns the encoder with changed fields in those mixers that have them.
+
+        `convolution` also changes the implementation of the layers' `canon`.
+        """
+        of_canon = {name: fields[name] for name in {"convolution"} & fields.keys()}
+
+        def change(layer):
+            return dataclasses.replace(layer, mixer=change_mixer(layer.mixer, **fields), **of_canon)
+
+        return dataclasses.replace(self, stages=tuple(stage.map(change) for stage in self.stages))
 
     @property
     def reads_padding(self) -> bool:
@@ -84,7 +181,7 @@ class EncoderConfig:
         """Whether some layer is global. Detected by FLOPs per token that grow with row length."""
 
         def price(length):
-            return sum(s.layer.mixer.products(self.hidden_size, length) for s in self.stages)
+            return sum(layer.mixer.products(self.hidden_size, length) for layer in self.layers)
 
         return price(2_048) > price(1_024)
 
@@ -190,9 +287,21 @@ def derive_encoder(model: ModelSection, names: Mapping[str, str] | None = None) 
     Raises:
       ConfigError: a mixer is unknown or cannot be made.
     """
-    stages = [
-        StageConfig(
-            stage.sizes.layers,
+    layers = [(stage.sizes.layers, layer) for stage, layer in layers_of_stages(model, names)]
+    return _encoder(model, model.embedding_size, model.hidden_size, layers)
+
+
+def layers_of_stages(
+    model: ModelSection, names: Mapping[str, str] | None = None
+) -> list[tuple[Stage, LayerConfig]]:
+    """Returns the stages of `list_stages`, each with a layer of global attention.
+
+    Raises:
+      ConfigError: as `derive_encoder`.
+    """
+    return [
+        (
+            stage,
             _layer(
                 model,
                 stage,
@@ -203,7 +312,6 @@ def derive_encoder(model: ModelSection, names: Mapping[str, str] | None = None) 
         )
         for stage in list_stages(model, names)
     ]
-    return _encoder(model, model.embedding_size, model.hidden_size, stages)
 
 
 def derive_generator(model: ModelSection, section: GeneratorSection) -> EncoderConfig:
@@ -213,8 +321,8 @@ def derive_generator(model: ModelSection, section: GeneratorSection) -> EncoderC
       ConfigError: as `derive_encoder`.
     """
     sizes = GeneratorSizes(model, section)
-    stages = [
-        StageConfig(
+    layers = [
+        (
             sizes.depth(stage),
             _layer(
                 model,
@@ -228,7 +336,7 @@ def derive_generator(model: ModelSection, section: GeneratorSection) -> EncoderC
         )
         for stage in list_stages(model)
     ]
-    encoder = _encoder(model, sizes.embedding_size, sizes.hidden_size, stages)
+    encoder = _encoder(model, sizes.embedding_size, sizes.hidden_size, layers)
     return dataclasses.replace(encoder, scan_unroll=max(model.scan_unroll, section.scan_unroll))
 
 
@@ -247,21 +355,54 @@ def _layer(
         attention=model.attention,
         convolution=model.convolution,
         mask_convolution=model.mask_convolution,
+        options=AttentionOptions(
+            rotary_base=model.rotary_base * (model.position_embedding == "rotary"),
+            qk_norm_epsilon=model.layer_norm_epsilon * model.qk_norm,
+            key_value_heads=model.key_value_heads,
+            biases=model.biases,
+        ),
         **generator,
     )
+    mixer = make_mixer(settings, stage.sizes.mixer_fields)
+    if "B" in model.canon and not hasattr(mixer, "canon_widths"):
+        raise ConfigError(
+            f"has position B, but {stage.names['mixer']}={stage.sizes.mixer} has no queries, keys "
+            "and values; leave out B.",
+            field="config.model.canon",
+            value=model.canon,
+        )
     return LayerConfig(
         hidden_size=hidden_size,
-        mixer=make_mixer(settings, stage.sizes.mixer_fields),
+        mixer=mixer,
         ffn_size=ffn_size,
         ffn_groups=stage.sizes.ffn_groups,
         dropout=model.dropout,
         layer_norm_epsilon=model.layer_norm_epsilon,
         initializers=model.initializers,
         initializer_range=model.initializer_range,
+        norm=model.norm,
+        activation=model.activation,
+        normalization=model.normalization,
+        biases=model.biases,
+        activation_dropout=model.activation_dropout,
+        canon=model.canon,
+        convolution=model.convolution,
     )
 
 
-def _encoder(model: ModelSection, embedding_size: int, hidden_size: int, stages) -> EncoderConfig:
+def _encoder(
+    model: ModelSection,
+    embedding_size: int,
+    hidden_size: int,
+    layers: Sequence[tuple[int, LayerConfig]],
+) -> EncoderConfig:
+    """Returns an encoder with each layer as often as its number says."""
+    normalized = model.norm == "pre" and model.embedding_norm and embedding_size == hidden_size
+    stages, first = [], 0
+    for depth, layer in layers:
+        numbers = range(first, first + depth)
+        stages += group_layers([_at(model, layer, number, normalized) for number in numbers])
+        first += depth
     return EncoderConfig(
         embedding_size=embedding_size,
         hidden_size=hidden_size,
@@ -270,22 +411,45 @@ def _encoder(model: ModelSection, embedding_size: int, hidden_size: int, stages)
         scan_unroll=model.scan_unroll,
         initializers=model.initializers,
         initializer_range=model.initializer_range,
+        last_dropout=model.last_dropout,
+    )
+
+
+def _at(model: ModelSection, layer: LayerConfig, number: int, normalized: bool) -> LayerConfig:
+    """Returns the layer at a place of the encoder: local or global, and with a norm or without.
+
+    Args:
+      normalized: whether the input of layer 0 is normalized, which then needs no norm of its own
+        (ModernBERT: Warner et al. 2024).
+    """
+    if normalized and number == 0:
+        layer = dataclasses.replace(layer, mixer_norm=False)
+    is_global = model.global_every and number % model.global_every == 0
+    if not model.window or is_global or not hasattr(layer.mixer, "options"):
+        return layer
+    base = model.local_rotary_base * (model.position_embedding == "rotary")
+    options = dataclasses.replace(layer.mixer.options, window=model.window, rotary_base=base)
+    return dataclasses.replace(layer, mixer=change_mixer(layer.mixer, options=options))
+
+
+def derive_embeddings(model: ModelSection, vocab_size: int, size: int) -> EmbeddingsConfig:
+    """Returns the embeddings of an encoder, with `size` channels."""
+    return EmbeddingsConfig(
+        vocab_size=vocab_size,
+        size=size,
+        positions=model.positions,
+        types=model.types,
+        dropout=model.dropout,
+        layer_norm_epsilon=model.layer_norm_epsilon,
+        position_embedding=model.position_embedding,
+        normalization=model.normalization,
+        biases=model.biases,
+        norm=model.embedding_norm,
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class TokensConfig:
-    """Token and position embeddings with `size` channels."""
-
-    vocab_size: int
-    size: int
-    positions: str  # see config.sequence.positions
-    rows: int  # of the learned position table
-    dropout: float
-
-
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(_Stages):
     """Stages of causal layers, with cross-attention after each mixer if `source` is given."""
 
     hidden_size: int
@@ -296,16 +460,12 @@ class DecoderConfig:
     remat: str
     scan_unroll: int
 
-    @property
-    def depth(self) -> int:
-        return sum(stage.depth for stage in self.stages)
-
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModelConfig:
     """A decoder-only model."""
 
-    tokens: TokensConfig
+    tokens: EmbeddingsConfig
     decoder: DecoderConfig
     tied_output: bool
 
@@ -314,8 +474,8 @@ class LanguageModelConfig:
 class EncoderDecoderConfig:
     """An encoder-decoder; `source` equals `target` if they share vocabulary and embeddings."""
 
-    source: TokensConfig
-    target: TokensConfig
+    source: EmbeddingsConfig
+    target: EmbeddingsConfig
     encoder: EncoderConfig
     decoder: DecoderConfig
     shared_vocabulary: bool
@@ -331,8 +491,9 @@ def derive_language_model(
       ConfigError: a mixer is unknown, invalid or not causal, or the embeddings and layers have
         different widths.
     """
+    model = dataclasses.replace(model, embedding_norm=False)
     return LanguageModelConfig(
-        tokens=_tokens(model, sequence, vocab_size),
+        tokens=_tokens(model, vocab_size),
         decoder=_decoder(model, sequence, source=None),
         tied_output=sequence.tied_output,
     )
@@ -353,13 +514,12 @@ def derive_encoder_decoder(
             field="config.sequence.shared_vocabulary",
             value=True,
         )
+    model = dataclasses.replace(model, embedding_norm=False)
     encoder = derive_encoder(model)
     return EncoderDecoderConfig(
-        source=_tokens(model, sequence, source_vocab),
-        target=_tokens(model, sequence, target_vocab),
-        encoder=dataclasses.replace(
-            encoder, stages=_stages(encoder, sequence), last_dropout=sequence.last_dropout
-        ),
+        source=_tokens(model, source_vocab),
+        target=_tokens(model, target_vocab),
+        encoder=dataclasses.replace(encoder, stages=_stages(encoder)),
         decoder=_decoder(
             dataclasses.replace(model, **decoder_fields(model, sequence)),
             sequence,
@@ -413,8 +573,8 @@ def _idle_fields(model: ModelSection, names: Mapping[str, str] | None = None) ->
         of_mixer = name in ("heads", "head_ratio", *SCHEDULED)
         return of_mixer and name not in layer.mixer.fields(layer.hidden_size)
 
-    layers = [stage.layer for stage in derive_encoder(model, names).stages]
-    pairs = list(zip(list_stages(model), layers, strict=True))
+    pairs = layers_of_stages(model, names)
+    layers = [layer for _, layer in pairs]
     of_few, default = ("head_ratio", "dilation"), ModelSection()
     asked = tuple(name for name in of_few if getattr(model, name) != getattr(default, name))
     fields = ("heads", *asked, "mixer", "kernel_size", "ffn_size", "ffn_groups")
@@ -438,20 +598,15 @@ def _decoder_names(sequence: SequenceSection) -> dict[str, str]:
     }
 
 
-def _tokens(model: ModelSection, sequence: SequenceSection, vocab_size: int) -> TokensConfig:
+def _tokens(model: ModelSection, vocab_size: int) -> EmbeddingsConfig:
     if model.embedding_size != model.hidden_size:
         raise ConfigError(
             f"must equal config.model.hidden_size={model.hidden_size} in a generative model.",
             field="config.model.embedding_size",
             value=model.embedding_size,
         )
-    return TokensConfig(
-        vocab_size=vocab_size,
-        size=model.hidden_size,
-        positions=sequence.positions,
-        rows=model.positions,
-        dropout=model.dropout,
-    )
+    embeddings = derive_embeddings(model, vocab_size, model.hidden_size)
+    return dataclasses.replace(embeddings, types=0, scaled=True)
 
 
 def _decoder(
@@ -461,31 +616,23 @@ def _decoder(
     names: Mapping[str, str] | None = None,
 ) -> DecoderConfig:
     encoder = derive_encoder(model, names)
-    for stage, made in zip(list_stages(model, names), encoder.stages, strict=True):
-        check_causal(made.layer.mixer, f"{stage.names['mixer']}={stage.sizes.mixer}")
+    for stage, layer in layers_of_stages(model, names):
+        check_causal(layer.mixer, f"{stage.names['mixer']}={stage.sizes.mixer}")
     return DecoderConfig(
         hidden_size=encoder.hidden_size,
-        stages=_stages(encoder, sequence),
+        stages=_stages(encoder),
         source=source,
-        last_norm=sequence.last_norm and sequence.norm == "pre",
-        last_dropout=sequence.last_dropout,
+        last_norm=sequence.last_norm and model.norm == "pre",
+        last_dropout=model.last_dropout,
         remat=encoder.remat,
         scan_unroll=encoder.scan_unroll,
     )
 
 
-def _stages(encoder: EncoderConfig, sequence: SequenceSection) -> tuple[StageConfig, ...]:
-    """Returns the stages of an encoder with norm, activation and initializers of `sequence`."""
-    forms = {
-        "norm": sequence.norm,
-        "normalization": sequence.normalization,
-        "activation": sequence.activation,
-        "activation_dropout": sequence.activation_dropout,
-        "biases": sequence.biases,
-        "initializers": "glorot",
-    }
+def _stages(encoder: EncoderConfig) -> tuple[StageConfig, ...]:
+    """Returns the stages of an encoder with the initializers of generative models."""
     return tuple(
-        dataclasses.replace(stage, layer=dataclasses.replace(stage.layer, **forms))
+        stage.map(lambda layer: dataclasses.replace(layer, initializers="glorot"))
         for stage in encoder.stages
     )
 
@@ -507,5 +654,6 @@ def _source_attention(model: ModelSection) -> Mixer:
         attention=model.attention,
         convolution=model.convolution,
         mask_convolution=model.mask_convolution,
+        options=AttentionOptions(biases=model.biases),
     )
     return make_mixer(settings, ())

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from convbert_jax.config import checks, fields
+from convbert_jax.config import checks, fields, lengths
 from convbert_jax.config.errors import ConfigError
 from convbert_jax.config.run import Config
 
@@ -150,6 +150,11 @@ def _to_type(value, kind, name: str):
         if value != "auto" and not isinstance(value, bool):
             raise ConfigError("must be true, false or 'auto'.", field=name, value=value)
         return value
+    if kind == fields.INT_OR_TEXT:
+        if isinstance(value, str):
+            lengths.parse(value, name)
+            return value
+        kind = int
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) < 1e300 else math.inf
     if type(value) is not kind:

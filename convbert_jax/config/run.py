@@ -1,6 +1,7 @@
 """`Config`: all sections of a run, and values derived from them."""
 
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Mapping
@@ -16,47 +17,25 @@ from convbert_jax.config.network import (
     EncoderDecoderConfig,
     GeneratorSizes,
     LanguageModelConfig,
+    derive_embeddings,
     derive_encoder,
     derive_encoder_decoder,
     derive_generator,
     derive_language_model,
 )
-from convbert_jax.config.sequences import (
-    OF_CORPUS,
-    OF_PAIRS,
-    DecodingSection,
-    ParallelSection,
-    SequenceSection,
-)
+from convbert_jax.config.recipes import RECIPES, RecipeSpec
+from convbert_jax.config.sequences import DecodingSection, ParallelSection, SequenceSection
 from convbert_jax.config.training import (
     CheckpointSection,
     DistillationSection,
     MeshSection,
     ObjectiveSection,
     OptimizerSection,
+    PhaseSection,
     TrainSection,
 )
 
-Recipe = Literal["replaced_token", "masked_lm", *OF_CORPUS, *OF_PAIRS, "finetune"]
-# Recipe -> metrics of an evaluation. release_* needs objective.release_metrics, pair_* needs
-# objective.sentence_pairs, encoder_* needs objective.masked_lm_steps, word_* is not available with
-# WordPiece.
-_OF_MASKED_LM = ("mlm_loss", "mlm_accuracy", "loss")
-_OF_WRITING = ("loss", "token_loss", "token_accuracy", "perplexity")
-HELDOUT_METRICS = {
-    "masked_lm": (*_OF_MASKED_LM, "pair_loss", "pair_accuracy"),
-    "replaced_token": (
-        *_OF_MASKED_LM,
-        *("sampled_accuracy", "replaced_rate", "discriminator_loss", "discriminator_accuracy"),
-        *("discriminator_precision", "discriminator_recall", "discriminator_auc"),
-        *("release_discriminator_loss", "release_auc"),
-        *("encoder_mlm_loss", "encoder_mlm_accuracy"),
-    ),
-    "causal_lm": (*_OF_WRITING, "word_perplexity"),
-    **dict.fromkeys(
-        ("span_corruption", "translation", "summarization", "text_to_text"), _OF_WRITING
-    ),
-}
+Recipe = Literal[*RECIPES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +48,7 @@ class Config:
     variant: str = "default"
     # replaced_token (ELECTRA) | masked_lm (MLM only) | finetune. Generative models: causal_lm (next
     # token) and span_corruption (T5) on a corpus; translation, summarization and text_to_text on
-    # pairs, with different metrics
+    # pairs, with different metrics. embedding fine-tunes an encoder on pairs (contrastive)
     recipe: Recipe = "replaced_token"
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     # initial weights of a new run: a run's folder, a Hugging Face folder or a TensorFlow 1
@@ -91,6 +70,11 @@ class Config:
     decoding: DecodingSection = dataclasses.field(default_factory=DecodingSection)
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
     train: TrainSection = dataclasses.field(default_factory=TrainSection)
+    # Parts of the run with their own length, schedule, weights of data.mixture, row_length,
+    # batch_size, mask_fraction and rotary_base, as JSON: '[{"name": "stable", "length": "90%"},
+    # {"name": "decay", "length": "10%", "schedule": "1-sqrt"}]'. They replace optimizer.schedule;
+    # lengths in other units than % also set train.steps (docs/howto/phases.md)
+    phases: tuple[PhaseSection, ...] = ()
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
     mesh: MeshSection = dataclasses.field(default_factory=MeshSection)
     finetune: FinetuneSection = dataclasses.field(default_factory=FinetuneSection)
@@ -100,12 +84,13 @@ class Config:
     @property
     def embeddings(self) -> EmbeddingsConfig:
         """Embeddings of the encoder, shared with the generator if tied."""
-        return self._embeddings(self.model.embedding_size)
+        return derive_embeddings(self.model, self.tokenizer.vocab_size, self.model.embedding_size)
 
     @property
     def generator_embeddings(self) -> EmbeddingsConfig:
         """Embeddings of an untied generator, at its own hidden size as in the official code."""
-        return self._embeddings(GeneratorSizes(self.model, self.generator).hidden_size)
+        size = GeneratorSizes(self.model, self.generator).hidden_size
+        return derive_embeddings(self.model, self.tokenizer.vocab_size, size)
 
     @property
     def encoder(self) -> EncoderConfig:
@@ -118,22 +103,21 @@ class Config:
         return derive_generator(self.model, self.generator)
 
     @property
-    def writes_text(self) -> bool:
-        """Whether the model is generative: a language model or an encoder-decoder."""
-        return self.recipe in (*OF_CORPUS, *OF_PAIRS)
+    def spec(self) -> RecipeSpec:
+        """What the recipe trains: data, metrics and rules."""
+        return RECIPES[self.recipe]
 
     @property
-    def reads_pairs(self) -> bool:
-        """Whether the training data is pairs (config.parallel), not a corpus (config.data)."""
-        return self.recipe in OF_PAIRS
+    def training_data(self) -> DataSection | ParallelSection | TaskSection:
+        """The section of the training data."""
+        return getattr(self, self.spec.data)
 
     @property
     def vocabularies(self) -> tuple[int, int]:
         """Source and target vocabulary sizes of a generative model."""
         source = self.tokenizer.vocab_size
-        if not self.reads_pairs or self.sequence.shared_vocabulary:
-            return source, source
-        return source, self.parallel.target_vocab_size or source
+        two = self.spec.has_two_vocabularies(self)
+        return source, (two and self.parallel.target_vocab_size) or source
 
     @property
     def encoder_decoder(self) -> EncoderDecoderConfig:
@@ -144,6 +128,40 @@ class Config:
     def language_model(self) -> LanguageModelConfig:
         """Model of causal_lm. Raises ConfigError as `derive_language_model`."""
         return derive_language_model(self.model, self.sequence, self.tokenizer.vocab_size)
+
+    @property
+    def phase_configs(self) -> tuple["Config", ...]:
+        """The config of each phase, with its values in the fields that it changes."""
+        return tuple(map(self._in_phase, self.phases)) or (self,)
+
+    def _in_phase(self, phase: PhaseSection) -> "Config":
+        replace, o, d, t, m = dataclasses.replace, self.objective, self.data, self.train, self.model
+        return replace(
+            self,
+            objective=replace(o, mask_fraction=phase.mask_fraction or o.mask_fraction),
+            data=replace(d, length=phase.row_length or d.length),
+            train=replace(t, batch_size=phase.batch_size or t.batch_size),
+            model=replace(m, rotary_base=phase.rotary_base or m.rotary_base),
+        )
+
+    @property
+    def phase_lengths(self) -> tuple[int, ...]:
+        """The steps of each phase of `phase_configs`; lengths must be numbers."""
+        return tuple(phase.length for phase in self.phases) or (self.train.steps,)
+
+    @property
+    def phase_ends(self) -> tuple[int, ...]:
+        """The last step of each phase of `phase_configs`."""
+        return tuple(itertools.accumulate(self.phase_lengths))
+
+    def at(self, step: int) -> "Config":
+        """Returns the config of the phase that trained the checkpoint of a step."""
+        return self.phase_configs[self.phase_number(step)]
+
+    def phase_number(self, step: int) -> int:
+        """Returns the index of the phase that trained the checkpoint of a step."""
+        numbers = (number for number, end in enumerate(self.phase_ends) if step <= end)
+        return next(numbers, max(0, len(self.phases) - 1))
 
     @property
     def max_predictions(self) -> int:
@@ -173,25 +191,14 @@ class Config:
     @property
     def heldout_metrics(self) -> tuple[str, ...]:
         """Names of the metrics of an evaluation; empty in fine-tuning, where tasks define them."""
-        names = HELDOUT_METRICS.get(self.recipe, ())
         asked = {
             "release": self.objective.release_metrics,
             "pair": self.objective.sentence_pairs != "none",
             "encoder": self.objective.masked_lm_steps > 0,
             "word": self.tokenizer.kind != "wordpiece",  # it splits words at each punctuation sign
+            "spearman": bool(self.parallel.score_column),
         }
-        return tuple(name for name in names if asked.get(name.split("_")[0], True))
-
-    def _embeddings(self, size: int) -> EmbeddingsConfig:
-        m = self.model
-        return EmbeddingsConfig(
-            vocab_size=self.tokenizer.vocab_size,
-            size=size,
-            positions=m.positions,
-            types=m.types,
-            dropout=m.dropout,
-            layer_norm_epsilon=m.layer_norm_epsilon,
-        )
+        return tuple(name for name in self.spec.metrics if asked.get(name.split("_")[0], True))
 
 
 def fit_to_steps(of_file: Config, given: Mapping[str, Any]) -> dict[str, int]:
@@ -205,17 +212,21 @@ def fit_to_steps(of_file: Config, given: Mapping[str, Any]) -> dict[str, int]:
       given: path -> value of the overrides; these fields are not changed.
 
     Returns:
-      path -> value of the fields to change; empty unless `train.steps` is smaller than in the file.
+      path -> value of the fields to change; empty unless `train.steps` is a smaller number than in
+      the file.
       The result depends only on the arguments, so a resumed run gets the same values.
     """
     steps = given.get("train.steps", of_file.train.steps)
-    recipe = given.get("recipe", of_file.recipe)
-    if recipe == "finetune" or not 0 < steps < of_file.train.steps:
+    recipe = RECIPES.get(given.get("recipe", of_file.recipe))
+    texts = any(isinstance(length, str) for length in (steps, of_file.train.steps))
+    if not recipe or recipe.data == "task" or texts or not 0 < steps < of_file.train.steps:
         return {}
     share = steps / of_file.train.steps
+    warmup = of_file.optimizer.warmup_steps
+    warmup = warmup if isinstance(warmup, int) else 0  # a text follows the steps by itself
     seldom = min(steps, max(100, steps // 4))
     largest = {
-        "optimizer.warmup_steps": max(steps // 10, int(of_file.optimizer.warmup_steps * share)),
+        "optimizer.warmup_steps": max(steps // 10, int(warmup * share)),
         "train.log_every": max(1, steps // 10),
         "train.eval_every": seldom,
         "checkpoint.every": seldom,
@@ -223,5 +234,7 @@ def fit_to_steps(of_file: Config, given: Mapping[str, Any]) -> dict[str, int]:
     return {
         path: most
         for path, most in largest.items()
-        if path not in given and operator.attrgetter(path)(of_file) > most
+        if path not in given
+        and isinstance(length := operator.attrgetter(path)(of_file), int)
+        and length > most
     }

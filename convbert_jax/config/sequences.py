@@ -9,6 +9,7 @@ from convbert_jax.config.fields import (
     Changeable,
     ChangeableInPretraining,
     CountOrAll,
+    Encoding,
     Fraction,
     FractionBelow1,
     PositiveFraction,
@@ -16,9 +17,6 @@ from convbert_jax.config.fields import (
     Temperature,
 )
 
-# Recipes of generative models: trained on a corpus, and on pairs of texts.
-OF_CORPUS = ("causal_lm", "span_corruption")
-OF_PAIRS = ("translation", "summarization", "text_to_text")
 _NAMED_SOURCE = re.compile(r"([\w.-]+)=([a-z]+:.+)")
 
 
@@ -35,32 +33,16 @@ class SequenceSection:
     # kernel size of each decoder layer; (): all layers use config.model.kernel_size
     decoder_kernel_sizes: Annotated[tuple[int, ...], Range(1, 1_024)] = ()
     decoder_dilations: Annotated[tuple[int, ...], Range(1, 1_024)] = ()  # the same for dilations
-    # post: layer norm after each residual sum. pre: before each sublayer and after the last layer;
-    # LightConv's language models need it ("not stable" otherwise).
-    norm: Literal["post", "pre"] = "post"
     # final norm of a pre-norm decoder; without it logits are computed from unnormalized states, as
     # in LightConv's language models
     last_norm: bool = True
-    # layer (mean and variance, scale and bias) | rms (root mean square and scale only: T5)
-    normalization: Literal["layer", "rms"] = "layer"
-    # in the feed-forward blocks: relu | gelu | gated_gelu (T5 1.1: tanh-approximate GELU of one
-    # dense layer times another)
-    activation: Literal["relu", "gelu", "gated_gelu"] = "relu"
-    biases: bool = True  # in feed-forward blocks and cross-attention; T5 has none
-    # inside feed-forward blocks; T5: as config.model.dropout
-    activation_dropout: FractionBelow1 = 0.0
-    # after the final norm of pre-norm; T5: as config.model.dropout
-    last_dropout: FractionBelow1 = 0.0
-    # sinusoidal, of any length | learned, config.model.positions rows | none, sufficient for
-    # convolutions (Tay et al. 2021)
-    positions: Literal["sinusoidal", "learned", "none"] = "sinusoidal"
     shared_vocabulary: bool = True  # one vocabulary and embedding table for source and target
     tied_output: bool = True  # the output projection is the target's embedding table
 
 
 @dataclasses.dataclass(frozen=True)
 class ParallelSection:
-    """Pairs of texts for the recipes translation, summarization and text_to_text.
+    """Pairs of texts for the recipes translation, summarization, text_to_text and embedding.
     config.data.workers and config.data.prefetch apply.
     """
 
@@ -74,20 +56,27 @@ class ParallelSection:
     # random weights, with sizes and vocabulary of init_from, to measure the value of pre-training
     from_scratch: bool = False
     heldout_fraction: FractionBelow1 = 0.01  # of the pairs, selected by a hash of their texts
-    # columns of source and target, then of further references, which are not used in training:
-    # names, or numbers from 0 for a tsv or csv without a header. translation.en is the field en of
+    # columns of source and target, then of further references, which are not used in training; for
+    # embedding a third column is a hard negative, a text that does not belong to the first. Names,
+    # or numbers from 0 for a tsv or csv without a header. translation.en is the field en of
     # translation in jsonl, parquet and TFDS. (): 0,1 of a tsv, else source,target
     columns: tuple[str, ...] = ()
-    encoding: str = "utf-8"  # of text, csv, tsv and jsonl files, e.g. cp1252 or gbk
+    # for embedding: column with the similarity of the two texts, a number on any scale; "": pairs
+    # belong together
+    score_column: str = ""
+    # for embedding: what stands before each first text, and before the other texts, followed by a
+    # space, as query:,passage: for E5; (): nothing
+    prompts: tuple[str, ...] = ()
+    encoding: Encoding = "utf-8"  # of text, csv, tsv and jsonl files, e.g. cp1252 or gbk
     # with config.sequence.shared_vocabulary=False: size of the target vocabulary (config.tokenizer
     # describes the source vocabulary); 0 is tokenizer.vocab_size
     target_vocab_size: Annotated[int, Range(0, 2**24, note="0 is tokenizer.vocab_size")] = 0
     # file of the target vocabulary, see tokenizer.path; "" trains one
     target_vocabulary: ChangeableInPretraining[str] = ""
-    # maximum tokens of a text, including the end token
+    # maximum tokens of a text, including the end token; for embedding also [CLS]
     max_length: Annotated[int, Range(2, 2**14, note="a token and the end token")] = 256
     # truncate longer sources and log their number, as for documents in T5 and BART; False: they are
-    # bad pairs. Longer targets are always bad pairs
+    # bad pairs. Longer targets are always bad pairs; for embedding all texts are truncated
     cut_sources: bool = False
     # maximum ratio of the tokens of the longer and the shorter text; 0: no limit. LightConv: 1.5
     max_ratio: Annotated[float, Range(0.0, 1e6, note="0 is any")] = 0.0
@@ -102,6 +91,26 @@ class ParallelSection:
     shapes: Annotated[int, Range(1, 1_024)] = 8
     # padded lengths are multiples of this: 8 suits TPUs, 1 minimizes padding
     length_multiple: Annotated[int, Range(1, 1_024)] = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class PairFormat:
+    """Rows of a parallel text, as a recipe reads them.
+
+    Attributes:
+      texts: number of texts: 2, or 3 with a hard negative.
+      scored: whether a number follows the texts.
+      encoder: whether each text is [CLS] text [SEP]; else it is text [SEP].
+    """
+
+    texts: int = 2
+    scored: bool = False
+    encoder: bool = False
+
+    @property
+    def added_tokens(self) -> int:
+        """Number of special tokens of each text."""
+        return 2 if self.encoder else 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Sections of pre-training: objective, distillation, optimizer, loop, checkpoints and mesh.
+"""Sections of pre-training: objective, distillation, optimizer, phases, loop, checkpoints, mesh.
 
 "Release:" marks fields where the official ConvBERT code does something that a reader of the paper
 would not expect; the `paper` variant of each config sets them to the behavior of that code.
@@ -18,6 +18,8 @@ from convbert_jax.config.fields import (
     Fraction,
     FractionBelow1,
     LearningRate,
+    Length,
+    LengthOrOff,
     MeshSize,
     Range,
     Size,
@@ -52,6 +54,9 @@ class ObjectiveSection:
     # Generative models: this share of the target probability is spread over the vocabulary
     # (Szegedy et al. 2016). Transformer and LightConv: 0.1
     label_smoothing: FractionBelow1 = 0.0
+    # Weight of (log sum exp(logits))^2 in the training loss over tokens, which keeps logits small
+    # (Chowdhery et al. 2022: 1e-4). The logged training loss contains it
+    z_loss: Weight = 0.0
     # Fraction of the masked positions that become [MASK], and that become a random token; the rest
     # is unchanged. ELECTRA and the official ConvBERT code: 0.85 and 0; BERT: 0.8 and 0.1.
     mask_token_fraction: Fraction = 0.85
@@ -65,8 +70,16 @@ class ObjectiveSection:
     # generator's loss; replaced token detection starts afterwards. The generator trains in all
     # steps. The MLM head is kept in checkpoints, frozen after the switch and not exported; the
     # discriminator head trains from the switch on. 0: replaced token detection in all steps.
-    masked_lm_steps: CountOrOff = 0
+    masked_lm_steps: LengthOrOff = 0
     temperature: Temperature = 1.0  # of the generator's samples
+    # For recipe embedding: vector of a text, the mean over its tokens or the state of [CLS]
+    pooling: Literal["mean", "cls"] = "mean"
+    # For recipe embedding: divides the cosine similarities. SimCSE: 0.05; CLIP starts at 0.07
+    contrastive_temperature: Temperature = 0.05
+    # For recipe embedding: numbers of leading channels that are trained as vectors of their own, so
+    # that vectors can be cut (Kusupati et al. 2022), for example 64,128. The loss is the mean over
+    # these numbers and all channels
+    matryoshka: Annotated[tuple[int, ...], Range(1, INT32)] = ()
     disallow_correct: bool = False  # never sample the original token
     # Release: Gumbel noise for every vocabulary entry, with 1e-9 inside both logarithms. False:
     # inverse transform sampling with one uniform number per slot; same distribution, less compute.
@@ -83,7 +96,7 @@ class ObjectiveSection:
 class DistillationSection:
     """Distillation from a teacher during pre-training, in addition to the objective: weighted loss
     terms of DistilBERT (Sanh et al., 2019, §2) and TinyBERT (Jiao et al., 2020, §3.1); weight 0
-    disables a term. docs/family/distillation.md has the formulas.
+    disables a term. docs/reference/distillation.md has the formulas.
     """
 
     # a run's folder, a Hugging Face folder or a TensorFlow 1 checkpoint; the student uses its
@@ -122,13 +135,13 @@ class OptimizerSection:
     # 2024): orthogonalized momentum for the matrices of the layers, scaled to AdamW's update size
     # (Liu et al. 2025), adamw for other parameters; needs fewer tokens, stores one moment per
     # matrix, each step takes some percent longer | PACKAGE.MODULE:FUNCTION, a factory of an optax
-    # optimizer (docs/plugins.md)
+    # optimizer (docs/howto/own_optimizer.md)
     method: str = "adamw"
     # Learning rate after warm-up: linear, to decay_to at the last step | cosine, a half cosine to
     # decay_to | inverse_sqrt, sqrt(warmup_steps / step) (Transformer, T5) | constant
     schedule: ChangeableInPretraining[Schedule] = "linear"
     learning_rate: ChangeableInPretraining[LearningRate] = 3e-4  # peak
-    warmup_steps: ChangeableInPretraining[Annotated[int, Range(0, INT32)]] = 10_000
+    warmup_steps: ChangeableInPretraining[LengthOrOff] = 10_000
     # learning rate at the last step, as a fraction of the peak
     decay_to: ChangeableInPretraining[FractionBelow1] = 0.0
     # Release: warm-up and decay factors are multiplied from step 0 on, so the peak stays slightly
@@ -151,10 +164,33 @@ class OptimizerSection:
 
 
 @dataclasses.dataclass(frozen=True)
+class PhaseSection:
+    """One phase of a run; 0 and () keep the value of the config. One optimizer state throughout."""
+
+    name: str = ""
+    # as train.steps: "8B tokens"; or a share of it, "80%", in all phases
+    length: Length = "100%"
+    # Learning rate after warm-up: constant | linear or 1-sqrt, from the rate of the phase to
+    # optimizer.decay_to at its end
+    schedule: Literal["constant", "linear", "1-sqrt"] = "constant"
+    # at the begin of the phase
+    learning_rate: Annotated[float, Range(0.0, 1e3, note="0 is optimizer.learning_rate")] = 0.0
+    weights: Annotated[tuple[float, ...], Range(0.0, 1.0)] = ()  # of the sources of data.mixture
+    row_length: Annotated[int, Range(0, 2**20, note="0 is data.length")] = 0
+    batch_size: Annotated[int, Range(0, 2**20, note="0 is train.batch_size")] = 0
+    mask_fraction: Annotated[
+        float, Range(0.0, 1.0, with_high=False, note="0 is objective.mask_fraction")
+    ] = 0.0
+    rotary_base: Annotated[float, Range(0.0, 1e9, note="0 is model.rotary_base")] = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainSection:
     """The training loop. `batch_size` is global: the same run on 1 or 256 chips."""
 
-    steps: Changeable[Count] = 1_000_000
+    # This and all other numbers of steps can be lengths: "100M words", "50M tokens" (positions of
+    # rows), "3 epochs"; the others also a share of this one, "10%". A run stores the steps
+    steps: Changeable[Length] = 1_000_000
     # fixed: the data position counts batches. Pairs use parallel.batch_tokens instead
     batch_size: Size = 128
     accumulation: Changeable[Size] = 1  # microbatches per step
@@ -162,8 +198,8 @@ class TrainSection:
     # bfloat16 halves the bytes sent: each device sums its rows in float32 and rounds the sum, and
     # the all-reduce adds in bfloat16. One device never rounds. The official code uses float32
     gradient_dtype: Changeable[Literal["float32", "bfloat16"]] = "float32"
-    log_every: Changeable[Count] = 100
-    eval_every: Changeable[Count] = 5_000
+    log_every: Changeable[Length] = 100
+    eval_every: Changeable[Length] = 5_000
     eval_rows: Changeable[CountOrAll] = 8_192  # held-out rows per evaluation, 0 is all
     # compare generator accuracy, replaced rate and AUC with reference ranges
     warn_health: Changeable[bool] = True
@@ -192,9 +228,9 @@ class TrainSection:
 class CheckpointSection:
     """Which checkpoints are saved, and when."""
 
-    every: Changeable[Count] = 5_000  # steps
+    every: Changeable[Length] = 5_000  # steps
     keep: Changeable[Count] = 3  # newest checkpoints to keep
-    keep_every: Changeable[CountOrOff] = 0  # steps; these checkpoints are never deleted, 0 is off
+    keep_every: Changeable[LengthOrOff] = 0  # steps; these checkpoints are never deleted, 0 is off
     # "" keeps no best checkpoint. mlm_loss | mlm_accuracy | loss, and for replaced_token:
     # sampled_accuracy | replaced_rate | discriminator_loss, _accuracy, _precision, _recall or _auc;
     # with objective.release_metrics: release_discriminator_loss | release_auc; with
@@ -204,7 +240,7 @@ class CheckpointSection:
     best_metric: Changeable[str] = ""
     best_mode: Changeable[Literal["max", "min"]] = "max"  # max | min (for losses)
     # steps; writes a Hugging Face folder WORKDIR/huggingface/step-N, at step 0 too; 0 is off
-    huggingface_every: Changeable[CountOrOff] = 0
+    huggingface_every: Changeable[LengthOrOff] = 0
 
 
 @dataclasses.dataclass(frozen=True)

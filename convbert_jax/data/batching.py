@@ -9,7 +9,8 @@ the number of processes or on prefetching.
 
 import abc
 import collections
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -17,15 +18,18 @@ import numpy as np
 from absl import logging
 
 from convbert_jax.config import ParallelSection
-from convbert_jax.data.corpus import Corpus, Split
+from convbert_jax.data.corpus import Corpus
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.layouts import UNLABELLED
+from convbert_jax.data.mixture import MixedCorpus
 from convbert_jax.data.pair_worker import draw
-from convbert_jax.data.parallel_text import PairSplit, ParallelText
+from convbert_jax.data.parallel_text import ParallelText
+from convbert_jax.data.prepared import Split
 from convbert_jax.data.samplers import (
     BUFFER,
     FILES,
     INTERLEAVED,
+    Mixture,
     Plan,
     Shape,
     choose_shapes,
@@ -34,7 +38,7 @@ from convbert_jax.data.samplers import (
     shuffled,
 )
 from convbert_jax.data.shards import ShardReader, Verification, records_to_pairs
-from convbert_jax.interfaces import Batch, SequenceBatch
+from convbert_jax.interfaces import TEXTS_OF_PAIR, Batch, SequenceBatch, TextPairBatch
 
 # A read has a fixed cost for each shard that it touches, so rows are read in blocks.
 BLOCK_ROWS = 8192
@@ -89,6 +93,50 @@ def training_batches(
     )
 
 
+def mixed_batches(
+    mixed: MixedCorpus,
+    mixture: Mixture,
+    *,
+    batch_size: int,
+    seed: int,
+    settings: Sequence[Any] = (),
+    prefetch: int = 8,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> "MixedBatches":
+    """Returns an iterator over batches of the train splits of several sources.
+
+    It ends when all sources have reached their limits; the arguments are those of
+    `training_batches`.
+
+    Args:
+      mixture: order of the rows of all sources.
+      settings: JSON value that determines `mixture`, besides the corpora and the seed.
+
+    Raises:
+      DataError: the batch size is not divisible by the number of processes.
+    """
+    sources = mixed.sources.values()
+    local = _local_size(batch_size, process_count)
+    shards = [shard for source in sources for shard in source.splits["train"].shards]
+    splits = [split for source in sources for split in source.splits.values()]
+    return MixedBatches(
+        names=tuple(mixed.sources),
+        mixture=mixture,
+        reader=ShardReader(shards, next(iter(sources)).row_dtype),
+        verification=_verify_share(splits, process_index, process_count),
+        batch_size=batch_size,
+        local=slice(process_index * local, (process_index + 1) * local),
+        prefetch=prefetch,
+        identity={
+            "corpus": mixed.fingerprint,
+            "seed": seed,
+            "batch_size": batch_size,
+            "mixture": list(settings),
+        },
+    )
+
+
 class Batches(abc.ABC):
     """Iterator over this process's slices of the global batches.
 
@@ -138,6 +186,10 @@ class Batches(abc.ABC):
         batch = self._take(self._block, number)
         self._next_batch += 1
         return batch
+
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers about the batches so far, for the log."""
+        return {}
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position of the next batch as plain JSON, for `set_state`."""
@@ -213,7 +265,29 @@ class CorpusBatches(Batches):
         self._reader.close()
 
 
-def _verify_share(splits: Iterable[Split | PairSplit], index: int, count: int) -> Verification:
+class MixedBatches(CorpusBatches):
+    """Batches of rows of several sources, see `samplers.Mixture`."""
+
+    def __init__(self, *, names: Sequence[str], mixture: Mixture, **arguments: Any):
+        self._names, self._mixture = names, mixture
+        super().__init__(order=mixture.order, **arguments)
+
+    def __next__(self) -> Batch:
+        end = self._mixture.end
+        if end is not None and (self._next_batch + 1) * self._batch_size > end:
+            raise StopIteration
+        return super().__next__()
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the share of each source in the rows so far, as "NAME/share"."""
+        rows = self._mixture.drawn(self._next_batch * self._batch_size) - self._mixture.drawn(0)
+        shares = (rows / max(1, rows.sum())).tolist()
+        if len(shares) == 1:
+            return {}
+        return {f"{name}/share": share for name, share in zip(self._names, shares, strict=True)}
+
+
+def _verify_share(splits: Iterable[Split], index: int, count: int) -> Verification:
     """Verifies every `count`-th shard from shard `index`."""
     shards = [
         (path, checksum)
@@ -241,7 +315,7 @@ def evaluation_batches(
       Batches with the fields of training batches. The last one is filled with rows of padding
       (segment id 0), so that shapes are fixed and sums exact. Every process gets the same number.
     """
-    split: Split = corpus.splits["validation"]
+    split = corpus.splits["validation"]
     local = _local_size(batch_size, process_count)
     used = min(rows or split.rows, split.rows)
     indices = np.arange(used) * split.rows // used
@@ -461,10 +535,15 @@ class _Rows:
         self._text, self._split, self.shapes = text, text.splits[split], shapes
         self._index, self._count = index, count
         self._reader = ShardReader(
-            self._split.shards, text.id_dtype, records_to_pairs, returned=np.dtype(object)
+            self._split.shards,
+            text.id_dtype,
+            functools.partial(records_to_pairs, form=text.form),
+            returned=np.dtype(object),
         )
 
-    def batch(self, number: int, rows: np.ndarray, names: tuple[int, int] | None) -> SequenceBatch:
+    def batch(
+        self, number: int, rows: np.ndarray, names: tuple[int, int] | None
+    ) -> SequenceBatch | TextPairBatch:
         """Builds a batch of shape `number`.
 
         Args:
@@ -474,25 +553,39 @@ class _Rows:
         shape = self.shapes[number]
         local = shape.rows // self._count
         rows = rows[self._index * local : (self._index + 1) * local]
-        source, target = (tokenizer.special for tokenizer in self._text.vocabularies)
+        form, tokenizers = self._text.form, self._text.tokenizers
+        source, target = (tokenizer.special for tokenizer in tokenizers[:2])
         batch = {
             "source": np.full((local, shape.source), source.pad, np.int32),
             "source_ids": np.zeros((local, shape.source), np.int32),
             "tokens": np.full((local, shape.target), target.pad, np.int32),
             "segment_ids": np.zeros((local, shape.target), np.int32),
-            "labels": np.full((local, shape.target), target.pad, np.int32),
         }
+        if not form.encoder:
+            batch["labels"] = np.full((local, shape.target), target.pad, np.int32)
+        if form.texts > 2:
+            batch["negatives"] = batch["tokens"].copy()
+            batch["negative_ids"] = batch["segment_ids"].copy()
+        if form.scored:
+            batch["score"] = np.zeros(local, np.float32)
         used = np.flatnonzero(rows >= 0)
         for place, row, pair in zip(used, rows[used], self._reader.read(rows[used]), strict=True):
-            ids = [pair.source, pair.target]
+            ids = list(pair.ids)
             if names is not None and self._text.sampling:
-                texts = (pair.source_text, pair.target_text)
-                for side, tokenizer in enumerate(self._text.vocabularies):
-                    room = int(self._split.lengths[row][side])
+                for side, (tokenizer, text) in enumerate(zip(tokenizers, pair.texts, strict=True)):
+                    room = int(self._split.lengths[row][min(side, 1)])
                     power = self._text.sampling
-                    cut = side == 0 and room == self._text.cut_to
-                    drawn = draw(tokenizer, texts[side], power, room, *names, row, side, cut=cut)
+                    cut = (side == 0 or form.encoder) and room == self._text.cut_to
+                    room -= form.added_tokens - 1  # `draw` leaves space for one
+                    drawn = draw(tokenizer, text, power, room, *names, row, side, cut=cut)
                     ids[side] = drawn or ids[side]
+            if form.encoder:
+                for (name, mask), part in zip(TEXTS_OF_PAIR, ids, strict=False):
+                    batch[name][place, : len(part) + 2] = [source.cls, *part, source.sep]
+                    batch[mask][place, : len(part) + 2] = 1
+                if form.scored:
+                    batch["score"][place] = pair.score
+                continue
             sources, targets = map(len, ids)
             batch["source"][place, :sources] = ids[0]
             batch["source"][place, sources] = source.sep

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from convbert_jax import console
 from convbert_jax.config import Config, DataSection
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.layouts import Job, heldout_hash, process_unit
-from convbert_jax.data.prepared import Preparation, Shard, elsewhere
+from convbert_jax.data.prepared import SPLITS, Preparation, Split, elsewhere
 from convbert_jax.data.readers.sources import REMOTE, Source, open_source
 from convbert_jax.data.readers.text_files import cut_document
-from convbert_jax.data.shards import row_dtype, shard_path
+from convbert_jax.data.shards import row_dtype
 from convbert_jax.data.tokenizer.tokenizer import (
     Tokenizer,
     describe_tokenizer,
@@ -32,7 +33,6 @@ from convbert_jax.data.units import Runner, Work
 # Version of the rows of each layout; increment it when the same config produces different rows.
 VERSIONS = {"packed": 1, "electra": 1, "pairs": 2}
 METADATA_FIELDS = {
-    "complete": bool,
     "made_from": {
         "version": int,
         "layout": str,
@@ -45,35 +45,12 @@ METADATA_FIELDS = {
     },
     "tokenizer": str,
     "heldout": {"fraction": (int, float), "pieces": int},
-    "stamps": dict,
 }
-SPLIT_FIELDS = {"rows": int, "tokens": int, "documents": int, "shards": list}
-SUMMARY_FIELDS = {
-    "splits": {"train": SPLIT_FIELDS, "validation": SPLIT_FIELDS},
-    "digests": list,
-    "undecodable": int,
-    "encoding_errors": str,
-}
+RECORD_FIELDS = {"encoding_errors": str}
+SUMMARY_FIELDS = {"undecodable": int, "encoding_errors": str}
 CHECKED_BYTES = 2_000_000  # of text for checking a vocabulary
 HELDOUT_PIECES = 20  # maximum for a single document
 PIECE_CHARACTERS = 200  # minimum, unless the document then had fewer than two pieces
-COUNTS = {"rows": int, "file_bytes": int}
-RECORD_FIELDS = {
-    "unit": int,
-    "digest": str,
-    "splits": {"train": COUNTS, "validation": COUNTS},
-    **dict.fromkeys(("bytes", "dropped", "characters", "unknown", "undecodable", "skipped"), int),
-    "encoding_errors": str,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    shards: tuple[tuple[Path, int], ...]  # (file, rows), in order
-    checksums: tuple[int, ...]  # CRC-32 of each shard
-    rows: int
-    tokens: int  # without padding
-    documents: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +105,25 @@ def read_metadata(directory: Path) -> dict[str, Any] | None:
     return _CorpusPreparation.read_metadata(directory)
 
 
+def rates(config: Config, directory: Path) -> dict[str, Fraction]:
+    """Returns the words and epochs of a training step; {} if the corpus is not prepared."""
+    metadata = read_metadata(directory)
+    if not metadata or not metadata["complete"]:
+        return {}
+    shards = metadata["splits"]["train"]
+    epochs = Fraction(config.train.batch_size, sum(shard["rows"] for shard in shards))
+    return {"epochs": epochs, "words": epochs * sum(shard["words"] for shard in shards)}
+
+
 class _CorpusPreparation(Preparation):
     section = "data"
     contents, new_contents = "a different corpus", "a new corpus"
+    reads = "documents"
+    settings_key = fingerprint_key = "tokenizer"
+    tallies = ("bytes", "dropped", "characters", "unknown", "undecodable", "skipped")
     metadata_fields, summary_fields = METADATA_FIELDS, SUMMARY_FIELDS
     record_fields = RECORD_FIELDS
-    settings_key = fingerprint_key = "tokenizer"
+    shard_fields = ("tokens", "documents")
 
     def open_sources(self) -> dict[str, Source]:
         data = self.config.data
@@ -180,14 +170,10 @@ class _CorpusPreparation(Preparation):
         job = Job(
             directory=directory,
             tokenizer=tokenizers[0],
-            length=data.length,
-            layout=data.layout,
+            data=data,
             sentence_pairs=self.config.objective.sentence_pairs,
-            release_bug=data.release_builder_bug,
-            shuffle_documents=data.shuffle_documents,
             heldout_fraction=metadata["heldout"]["fraction"],
             pieces=metadata["heldout"]["pieces"],
-            encoding_errors=data.encoding_errors,
         )
         return Work(job, sources, process_unit)
 
@@ -196,106 +182,75 @@ class _CorpusPreparation(Preparation):
         policy = self.config.data.encoding_errors
         return not record["undecodable"] or record["encoding_errors"] == policy
 
-    def summarize(self, records: list[dict], seconds: float) -> dict[str, Any]:
-        """Sums the counts; the shards are (file, rows, bytes, CRC-32)."""
-        splits = {}
-        for name in ("train", "validation"):
-            parts = [record["splits"][name] for record in records]
-            total = {
-                key: sum(part.get(key, 0) for part in parts)
-                for key in ("rows", "tokens", "documents")
-            }
-            if all("pairs" in part for part in parts):
-                total["pairs"] = sum(part["pairs"] for part in parts)
-            total["fill"] = round(
-                total["tokens"] / max(1, total["rows"] * self.config.data.length), 4
-            )
-            total["shards"] = [
-                [
-                    shard_path(Path(), name, record["unit"]).name,
-                    part["rows"],
-                    part["file_bytes"],
-                    part["crc32"],
-                ]
-                for record, part in zip(records, parts, strict=True)
-                if part["rows"]
-            ]
-            splits[name] = total
-        totals = {
-            key: sum(record[key] for record in records)
-            for key in ("bytes", "dropped", "characters", "unknown", "undecodable", "skipped")
-        }
+    def summarize(self, records: list[dict]) -> dict[str, Any]:
         policies = [record["encoding_errors"] for record in records if record["undecodable"]]
-        return {
-            "splits": splits,
-            "digests": [record["digest"] for record in records],
-            **totals,
-            "unknown_rate": totals["unknown"] / max(1, totals["characters"]),
-            "encoding_errors": policies[0] if policies else "error",
-            "seconds": round(seconds, 1),
-        }
+        policy = policies[0] if policies else "error"
+        return {**super().summarize(records), "encoding_errors": policy}
 
     def check_counts(self, metadata: Mapping[str, Any]) -> None:
-        data = self.config.data
-        if not metadata["splits"]["train"]["rows"]:
+        data, splits = self.config.data, metadata["splits"]
+        if not splits["train"]:
+            held_out = " except the held-out text" if splits["validation"] else ""
             raise DataError(
-                f"config.data.source='{data.source}' has no text to train on"
-                + (" except the held-out text" if metadata["splits"]["validation"]["rows"] else "")
-                + ". Check the source, its format and config.data.heldout_fraction.",
+                f"has no text to train on{held_out}. Check the source, its format and "
+                "config.data.heldout_fraction.",
                 field="config.data.source",
                 value=data.source,
             )
-        if not metadata["splits"]["validation"]["rows"]:
-            if data.validation_source:
-                raise DataError(
-                    f"config.data.validation_source='{data.validation_source}' has no text. Check "
-                    "it.",
-                    field="config.data.validation_source",
-                    value=data.validation_source,
-                )
+        if not splits["validation"] and data.validation_source:
             raise DataError(
-                f"config.data.heldout_fraction={data.heldout_fraction} holds out no document with "
-                "a token. Increase it and use a new config.data.directory, or set "
-                "config.data.validation_source.",
+                "has no text. Check it.",
+                field="config.data.validation_source",
+                value=data.validation_source,
+            )
+        if not splits["validation"]:
+            raise DataError(
+                "holds out no document with a token. Increase it and use a new "
+                "config.data.directory, or set config.data.validation_source.",
                 field="config.data.heldout_fraction",
                 value=data.heldout_fraction,
             )
-        for name, split in metadata["splits"].items():
-            if not split.get("pairs", 1):
+        for name, shards in splits.items():
+            if data.layout == "pairs" and not sum(shard.get("pairs", 0) for shard in shards):
                 raise DataError(
-                    f"config.data.layout='pairs' found no sentence pair in the {name} text. It "
-                    "needs documents with several sentences; config.objective.sentence_pairs=next "
-                    "also needs several documents. Check config.data.format, increase "
-                    "config.data.length, or hold out more text.",
+                    f"found no sentence pair in the {name} text. It needs documents with several "
+                    "sentences; config.objective.sentence_pairs=next also needs several documents. "
+                    "Check config.data.format, increase config.data.length, or hold out more text.",
                     field="config.data.layout",
                     value="pairs",
                 )
 
     def log_summary(self, metadata: Mapping[str, Any], directory: Path, seconds: float) -> None:
         config = self.config
-        train, validation = metadata["splits"]["train"], metadata["splits"]["validation"]
+
+        def total(name: str, *splits: str) -> int:
+            found = (shard.get(name, 0) for split in splits for shard in metadata["splits"][split])
+            return sum(found)
+
+        size, tokens, rows = config.data.length, total("tokens", "train"), total("rows", "train")
+        unknown_rate = metadata["unknown"] / max(1, metadata["characters"])
         logging.info(
             "Prepared %s: %d documents, %d tokens in %d rows of %d (%.1f%% filled), %d rows held "
             "out, %.3f%% of characters unknown, %d empty documents dropped, %.1f MB of text in "
             "%.0f s (%.1f MB/s).",
             directory,
-            train["documents"] + validation["documents"],
-            train["tokens"],
-            train["rows"],
-            config.data.length,
-            100 * train["fill"],
-            validation["rows"],
-            100 * metadata["unknown_rate"],
+            total("documents", *SPLITS),
+            tokens,
+            rows,
+            size,
+            100 * tokens / (rows * size),
+            total("rows", "validation"),
+            100 * unknown_rate,
             metadata["dropped"],
             metadata["bytes"] / 1e6,
-            metadata["seconds"],
-            metadata["bytes"] / 1e6 / max(0.001, metadata["seconds"]),
+            seconds,
+            metadata["bytes"] / 1e6 / max(0.001, seconds),
         )
-        if "pairs" in train:
+        if config.data.layout == "pairs":
             logging.info(
                 "%d training rows and %d held-out rows have a labeled sentence pair.",
-                train["pairs"],
-                validation["pairs"],
+                total("pairs", "train"),
+                total("pairs", "validation"),
             )
         if metadata["undecodable"]:
             logging.warning(
@@ -303,20 +258,12 @@ class _CorpusPreparation(Preparation):
                 metadata["undecodable"],
                 metadata["skipped"],
             )
-        if metadata["unknown_rate"] > config.tokenizer.max_unknown_rate:
+        if unknown_rate > config.tokenizer.max_unknown_rate:
             logging.warning(
                 "%.2f%% of all characters are unknown, more than in the sample used to check the "
                 "vocabulary.",
-                100 * metadata["unknown_rate"],
+                100 * unknown_rate,
             )
-
-    @staticmethod
-    def list_shards(directory: Path, split: str, counts: Any) -> list[Shard]:
-        found = counts["shards"]
-        for entry in found:
-            if not isinstance(entry, list) or [*map(type, entry)] != [str, int, int, int]:
-                raise ValueError(entry)
-        return [Shard(directory / file, *numbers) for file, *numbers in found]
 
     def check_policy(self, metadata: Mapping[str, Any], directory: Path) -> None:
         policy = metadata["encoding_errors"]
@@ -327,13 +274,6 @@ class _CorpusPreparation(Preparation):
                 f"with {elsewhere(directory)}.",
                 path=directory,
             )
-
-    def make_split(self, shards: list[Shard], counts: Any, gone: DataError | None) -> Split:
-        return Split(
-            shards=tuple((shard.path, shard.rows) for shard in shards),
-            checksums=tuple(shard.checksum for shard in shards),
-            **{key: counts[key] for key in ("rows", "tokens", "documents")},
-        )
 
     @staticmethod
     def identity(metadata: Mapping[str, Any]) -> list[Any]:
@@ -374,8 +314,7 @@ def _make_tokenizer(config: Config, directory: Path, source: Source) -> Tokenize
             advance(len(text))
     if not texts:
         raise DataError(
-            f"config.data.source='{config.data.source}' has no text. Check it and "
-            "config.data.format.",
+            "has no text. Check it and config.data.format.",
             field="config.data.source",
             value=config.data.source,
         )
@@ -384,7 +323,7 @@ def _make_tokenizer(config: Config, directory: Path, source: Source) -> Tokenize
         directory,
         texts,
         functools.partial(sample, source),
-        is_generative=config.writes_text,
+        is_generative=config.spec.generates,
     )
 
 

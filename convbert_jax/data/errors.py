@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from typing import Any
 
 from convbert_jax.config import UserError
 
@@ -24,6 +25,11 @@ class Location:
 
     def __str__(self) -> str:
         return f"{self.path} {self.unit} {self.line}"
+
+    def error(self, problem: str, **fields: Any) -> DataError:
+        """Returns an error about this line; `problem` is its predicate and the fix."""
+        line = self.line if self.unit == "line" else None
+        return DataError(f"{self} {problem}", path=self.path, line=line, **fields)
 
 
 def shorten(text: str, most: int = 120) -> str:

@@ -15,21 +15,21 @@ from absl import logging
 
 from convbert_jax.config import Config
 from convbert_jax.config.data import INPUT_FORMATS, TaskSection
-from convbert_jax.data.errors import DataError, shorten
-from convbert_jax.data.readers import tables
-from convbert_jax.data.readers.tables import (
+from convbert_jax.data.errors import DataError, Location, shorten
+from convbert_jax.data.readers import rows
+from convbert_jax.data.readers.rows import (
     ABSENT,
     FORMAT_OF_ENDING,
     OPENERS,
     Fault,
     Source,
     TableFormat,
-    TableRows,
+    decode_lines,
+    describe_escapes,
     ending_of,
     find_column,
     find_value,
 )
-from convbert_jax.data.readers.text_lines import decode_lines, describe_escapes
 from convbert_jax.data.tasks.glue import GLUE
 from convbert_jax.data.tasks.own_task import describe_problem
 
@@ -55,11 +55,8 @@ def as_texts(texts: Any) -> tuple[list[tuple[str, ...]], bool]:
         parts = (text,) if isinstance(text, str) else text
         good = isinstance(parts, tuple | list) and 1 <= len(parts) <= 2
         if not good or not all(isinstance(part, str) for part in parts):
-            raise ArgumentError(
-                f"texts[{number}] is {shorten(repr(text), 60)}. It must be a text or a tuple of "
-                "two texts.",
-                field=f"texts[{number}]",
-            )
+            problem = f"is {shorten(repr(text), 60)}. It must be a text or a tuple of two texts."
+            raise ArgumentError(problem, field=f"texts[{number}]")
         for part in parts:
             _check_characters(f"texts[{number}]", part)
         found.append(tuple(parts))
@@ -71,10 +68,8 @@ def as_single_texts(texts: Any) -> tuple[list[str], bool]:
     found, single = as_texts(texts)
     for number, parts in enumerate(found):
         if len(parts) > 1:
-            raise ArgumentError(
-                f"texts[{number}] is a pair. This function takes single texts only.",
-                field=f"texts[{number}]",
-            )
+            problem = "is a pair. This function takes single texts only."
+            raise ArgumentError(problem, field=f"texts[{number}]")
     return [text for (text, *_) in found], single
 
 
@@ -86,17 +81,15 @@ def as_rows(name: str, values: Any) -> Iterable:
     """
     if hasattr(values, "columns"):  # iteration would yield the column names
         raise ArgumentError(
-            f"{name} is a table. Pass one of its columns, or its rows as dicts: "
-            "table.to_dict('records') in pandas, table.to_dicts() in polars.",
+            "is a table. Pass one of its columns, or its rows as dicts: table.to_dict('records') "
+            "in pandas, table.to_dicts() in polars.",
             field=name,
         )
     single = getattr(values, "ndim", 1) == 0  # a NumPy scalar: iter() raises an error
     is_parts = isinstance(values, Mapping | bytes | bytearray)
     if single or is_parts or not isinstance(values, Iterable):
-        raise ArgumentError(
-            f"{name} is {shorten(repr(values), 60)}. It must be a text or a list of texts.",
-            field=name,
-        )
+        problem = f"is {shorten(repr(values), 60)}. It must be a text or a list of texts."
+        raise ArgumentError(problem, field=name)
     return values
 
 
@@ -122,11 +115,8 @@ def _check_characters(name: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ArgumentError(
-            f"{name} contains an unpaired surrogate at character {error.start}. Remove or replace "
-            "it.",
-            field=name,
-        ) from None
+        problem = f"contains an unpaired surrogate at character {error.start}"
+        raise ArgumentError(f"{problem}. Remove or replace it.", field=name) from None
 
 
 LONGEST = 10_000_000  # maximum characters of all texts of a row
@@ -188,6 +178,10 @@ class InputRow:
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # all other columns
     problem: str = ""
 
+    def but(self, problem: str) -> "InputRow":
+        """Returns the row with a problem."""
+        return dataclasses.replace(self, problem=problem)
+
 
 def from_text(text: str, number: int, line: int, reads: ModelInput) -> InputRow:
     """Parses a plain line: a tab separates two texts, spaces separate words."""
@@ -197,10 +191,10 @@ def from_text(text: str, number: int, line: int, reads: ModelInput) -> InputRow:
     if reads.may_be_empty and texts == ("",):
         return dataclasses.replace(row, texts=texts)
     if not any(texts):
-        return dataclasses.replace(row, problem="is empty")
+        return row.but("is empty")
     if len(texts) != reads.texts or not all(texts):
         count = _count_texts(sum(map(bool, texts)))
-        return dataclasses.replace(row, problem=f"has {count}; this model reads {reads.wanted}")
+        return row.but(f"has {count}; this model reads {reads.wanted}")
     if reads.kind == "tagging":
         texts = (" ".join(text.split()),)
     return _with_texts(row, texts)
@@ -215,7 +209,7 @@ def parse_object(text: str, reads: ModelInput) -> dict | Fault | None:
     if not text.lstrip().startswith("{"):
         return None
     known = {"text", "texts", "words", *(name for names in reads.columns for name in names)}
-    record = tables.parse_object(text)
+    record = rows.parse_object(text)
     if isinstance(record, Fault):
         has_key = any(f"{json.dumps(name)}:" in text.replace(" ", "") for name in known)
         return record if has_key else None
@@ -235,14 +229,12 @@ def from_object(record: dict, number: int, line: int, reads: ModelInput) -> Inpu
     if "texts" not in record or reads.kind in ("tagging", "span"):
         names = reads.columns[0] if reads.columns else ("texts",)
         missing = " and no ".join(f"'{name}'" for name in names if name not in record)
-        problem = f"has no {missing}"
-        return dataclasses.replace(row, problem=f"{problem}; this model reads {reads.wanted}")
+        return row.but(f"has no {missing}; this model reads {reads.wanted}")
     values = record["texts"]
     if not isinstance(values, list) or len(values) != reads.texts:
         many = isinstance(values, list)
         found = _count_texts(len(values)) if many else f"{type(values).__name__}, not a list,"
-        problem = f"has {found} in 'texts'; this model reads {reads.wanted}"
-        return dataclasses.replace(row, problem=problem)
+        return row.but(f"has {found} in 'texts'; this model reads {reads.wanted}")
     if problem := _find_escapes(record, reads):
         return InputRow(number, line, problem=problem)
     others = {name: value for name, value in record.items() if name not in ("texts", "id")}
@@ -261,12 +253,11 @@ def from_value(value: Any, number: int, reads: ModelInput) -> InputRow:
     row, many = InputRow(number, line), isinstance(values, list | tuple)
     if not many or len(values) != reads.texts:
         found = _count_texts(len(values)) if many else f"{type(values).__name__}, not a text"
-        problem = f"has {found}; this model reads {reads.wanted}"
-        return dataclasses.replace(row, problem=problem)
+        return row.but(f"has {found}; this model reads {reads.wanted}")
     values = [list(part) if isinstance(part, tuple) else part for part in values]
     parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
     if problem := _find_escapes([part for part in parts if isinstance(part, str)], reads):
-        return dataclasses.replace(row, problem=problem)
+        return row.but(problem)
     names = ["words" if reads.kind == "tagging" else "texts"] * reads.texts
     return _checked(row, names, values, reads)
 
@@ -287,29 +278,27 @@ def from_columns(
 def _checked(row: InputRow, names: Sequence[str], values: list, reads: ModelInput) -> InputRow:
     if reads.kind == "tagging" and isinstance(values[0], str):
         values = [values[0].split()]
-    if reads.kind == "writing":
-        values = [_joined(value) for value in values]
+    if reads.kind == "writing":  # a list of sentences is joined, as in training pairs
+        values = [
+            " ".join(value)
+            if isinstance(value, list) and all(isinstance(part, str) for part in value)
+            else value
+            for value in values
+        ]
     if reads.may_be_empty and values == [""]:
         return dataclasses.replace(row, texts=("",))
     if problem := describe_problem(reads.kind, names, values):
-        return dataclasses.replace(row, problem=problem)
+        return row.but(problem)
     texts = tuple(" ".join(value) if isinstance(value, list) else value for value in values)
     if reads.kind != "span":  # stripping would shift the offsets of answers
         texts = tuple(text.strip() for text in texts)
     return _with_texts(row, texts)
 
 
-def _joined(value: Any) -> Any:
-    """Joins a list of sentences, as in training pairs."""
-    sentences = isinstance(value, list) and all(isinstance(part, str) for part in value)
-    return " ".join(value) if sentences else value
-
-
 def _with_texts(row: InputRow, texts: tuple[str, ...]) -> InputRow:
     size = sum(map(len, texts))
     if size > LONGEST:
-        problem = f"has {size:,} characters; at most {LONGEST:,} are read"
-        return dataclasses.replace(row, problem=problem)
+        return row.but(f"has {size:,} characters; at most {LONGEST:,} are read")
     return dataclasses.replace(row, texts=texts)
 
 
@@ -357,7 +346,7 @@ def describe_model_input(config: Config, texts: Sequence[str] = ()) -> ModelInpu
     Args:
       texts: column names that replace the columns of training.
     """
-    if config.writes_text:
+    if config.spec.generates:
         return _describe_source(config, texts)
     outputs, section = config.outputs, config.task
     own = "own" in config.finetune.tasks and outputs.task == section.name
@@ -389,13 +378,16 @@ def describe_model_input(config: Config, texts: Sequence[str] = ()) -> ModelInpu
 def _describe_source(config: Config, texts: Sequence[str]) -> ModelInput:
     if len(texts) > 1:
         raise DataError(
-            f"--texts={','.join(texts)} has {len(texts)} columns, but this model reads one text "
-            "per row. Select one column.",
+            f"has {len(texts)} columns, but this model reads one text per row. Select one column.",
             field="--texts",
-            value=",".join(texts),
+            value=tuple(texts),
         )
+    learned = ""  # name or number of the source column in the training pairs
+    if config.spec.data == "parallel":
+        section = config.parallel
+        learned = (*section.columns, "0" if section.source.startswith("tsv:") else "")[0]
     of_language = config.recipe == "causal_lm"
-    column = (*texts, _learned_column(config))[0]
+    column = (*texts, learned)[0]
     number = int(column) if column.isdecimal() else None
     usual = ("prompt" if of_language else "source", "text")
     if texts and number is not None:
@@ -405,14 +397,6 @@ def _describe_source(config: Config, texts: Sequence[str]) -> ModelInput:
     return ModelInput(
         "writing", 1, columns, TableFormat("auto"), may_be_empty=of_language, number=number
     )
-
-
-def _learned_column(config: Config) -> str:
-    """Returns name or number of the source column in the training pairs; "" if it has neither."""
-    if not config.reads_pairs:
-        return ""
-    section = config.parallel
-    return (*section.columns, "0" if section.source.startswith("tsv:") else "")[0]
 
 
 def choose_format(name: str, asked: str, reads: ModelInput) -> str:
@@ -427,29 +411,19 @@ def choose_format(name: str, asked: str, reads: ModelInput) -> str:
       DataError: the format is unknown or not supported by the model.
     """
     if asked not in INPUT_FORMATS:
-        known = ", ".join(INPUT_FORMATS)
-        raise DataError(
-            f"--input_format={asked} is unknown. Choose one of: {known}.",
-            field="--input_format",
-            value=asked,
-        )
+        problem = f"is unknown. Choose one of: {', '.join(INPUT_FORMATS)}."
+        raise DataError(problem, field="--input_format", value=asked)
     chosen = asked
     if asked == "auto":
         chosen = FORMAT_OF_ENDING.get(ending_of(name), "lines")
         if ending_of(name) in reads.endings and reads.form.format in INPUT_FORMATS[1:]:
             chosen = reads.form.format
     if chosen == "pattern" and not reads.form.pattern:
-        raise DataError(
-            "--input_format=pattern requires a model trained with config.task.pattern.",
-            field="--input_format",
-            value="pattern",
-        )
+        problem = "requires a model trained with config.task.pattern."
+        raise DataError(problem, field="--input_format", value="pattern")
     if chosen == "conll" and reads.kind != "tagging":
-        raise DataError(
-            f"--input_format=conll is for tagging; this model is for {reads.kind}.",
-            field="--input_format",
-            value="conll",
-        )
+        problem = f"is for tagging; this model is for {reads.kind}."
+        raise DataError(problem, field="--input_format", value="conll")
     return chosen
 
 
@@ -472,12 +446,29 @@ def open_input(source: Source, chosen: str, reads: ModelInput, key: str = "") ->
     if form.encoding != "utf-8":
         logging.info("Reading %s as %s, like the training files.", source, form.encoding)
     header, rows = _open_table(source, form, reads, key)
+    names = ()
+    if header is not None:
+        place = find_column(reads.id, header, form)
+        if place is not None:  # the id column may be selected by number
+            reads = dataclasses.replace(reads, id=header[place])
+        names = _check_columns(source, header, form, reads)
+        header = _unique(header)
+    return (_from_row(row, header, names, n, line, reads) for n, (line, row) in enumerate(rows))
+
+
+def _from_row(
+    row: Any,
+    header: Sequence[str] | None,
+    names: Sequence[str],
+    number: int,
+    line: int,
+    reads: ModelInput,
+) -> InputRow:
+    if isinstance(row, Fault):
+        return InputRow(number, line, problem=row.problem)
     if header is None:
-        return _read_objects(rows, reads)
-    place = find_column(reads.id, header, form)
-    if place is not None:  # the id column may be selected by number
-        reads = dataclasses.replace(reads, id=header[place])
-    return _read_table(header, rows, _check_columns(source, header, form, reads), reads)
+        return from_object(row, number, line, reads)
+    return from_columns(dict(zip(header, row, strict=True)), names, number, line, reads)
 
 
 # --- Lines ---
@@ -539,7 +530,7 @@ def _open_table(source: Source, form: TableFormat, reads: ModelInput, key: str):
         f"{source} has {len(first)} columns in its first line, which is neither a header nor the "
         f"{len(form.columns)} columns of training ({shorten(', '.join(form.columns))}). {_HINT}.",
         field="--texts",
-        path=str(source),
+        path=source,
     )
 
 
@@ -553,7 +544,7 @@ def _open_sentences(source: Source, form: TableFormat, reads: ModelInput, key: s
         raise DataError(
             f"{source} has {len(numbers)} columns, but training had {len(form.columns)} "
             f"({shorten(', '.join(form.columns))}). Use these columns, or words only.",
-            path=str(source),
+            path=source,
         )
     return numbers, rows
 
@@ -572,7 +563,7 @@ def _check_columns(source, header: Sequence[str], form: TableFormat, reads: Mode
     """Returns the names of the columns with the texts."""
     for name in header:
         if problem := describe_escapes(name, form.encoding):
-            raise DataError(f"{source} line 1 {problem}.", path=str(source), line=1)
+            raise Location(source, 1).error(f"{problem}.")
     for names in reads.columns:
         places = [find_column(name, header, form) for name in names]
         if None not in places:
@@ -584,28 +575,8 @@ def _check_columns(source, header: Sequence[str], form: TableFormat, reads: Mode
         f"{source} has no column {known} (columns: {shorten(', '.join(header))}). {_HINT}, or use "
         "--input_format=lines to read each line as text.",
         field="--texts",
-        path=str(source),
+        path=source,
     )
-
-
-def _read_table(
-    header: Sequence[str], rows: TableRows, names: Sequence[str], reads: ModelInput
-) -> Iterator[InputRow]:
-    header = _unique(header)
-    for number, (line, row) in enumerate(rows):
-        if isinstance(row, Fault):
-            yield InputRow(number, line, problem=row.problem)
-        else:
-            record = dict(zip(header, row, strict=True))
-            yield from_columns(record, names, number, line, reads)
-
-
-def _read_objects(rows: TableRows, reads: ModelInput) -> Iterator[InputRow]:
-    for number, (line, row) in enumerate(rows):
-        if isinstance(row, Fault):
-            yield InputRow(number, line, problem=row.problem)
-        else:
-            yield from_object(row, number, line, reads)
 
 
 def _unique(header: Sequence[str]) -> list[str]:

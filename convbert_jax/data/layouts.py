@@ -11,18 +11,16 @@ import hashlib
 import itertools
 import random
 import re
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from convbert_jax.data.prepared import hashed, new_digest
+from convbert_jax.config import DataSection
+from convbert_jax.data.prepared import UnitWriter, hashed
 from convbert_jax.data.readers.sources import Source
 from convbert_jax.data.readers.text_files import cut_document
-from convbert_jax.data.shards import Row, ShardWriter, checksum, row_dtype, shard_path, to_records
+from convbert_jax.data.shards import Row, row_dtype, to_records
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, count_characters
-from convbert_jax.data.units import record_path, write_record
 from convbert_jax.interfaces import SpecialIds
 
 SHORTEST_PIECE = 16  # tokens; a shorter part of a longer document does not fill the end of a row
@@ -145,16 +143,22 @@ _CLOSING = r"\"')\]\u2019\u201d\u00bb\u300d\u300f\uff09\u3011\u3015\u3009\u300b"
 _SENTENCE_END = re.compile(rf"[.!?][{_CLOSING}]*(\s+)|[{_ENDS}][{_ENDS}.!?]*[{_CLOSING}]*(\s*)")
 
 
-def split_sentences(line: str) -> list[str]:
+def split_sentences(line: str, keeps_spaces: bool = False) -> list[str]:
     """Splits a line after every . ! or ? before a space, and after sentence ends of other scripts.
 
     Closing quotation marks and brackets belong to the sentence that they end. Abbreviations
     ("Mr. X") are split too, which only makes sentences shorter.
+
+    Args:
+      keeps_spaces: whether a sentence includes the white space before it, and the last one the
+        white space after it; else white space between sentences is left out.
     """
     parts, start = [], 0
     for end in _SENTENCE_END.finditer(line):
+        if keeps_spaces and end.end() == len(line):
+            break
         parts.append(line[start : end.start(end.lastindex)])
-        start = end.end()
+        start = end.start(end.lastindex) if keeps_spaces else end.end()
     return [part for part in [*parts, line[start:]] if part.strip()]
 
 
@@ -306,14 +310,10 @@ class Job:
 
     directory: Path
     tokenizer: Tokenizer
-    length: int
-    layout: str
+    data: DataSection
     sentence_pairs: str  # of the layout "pairs"
-    release_bug: bool
-    shuffle_documents: bool
     heldout_fraction: float
     pieces: int  # per document; more than 1 if the source is a single document
-    encoding_errors: str
 
 
 def heldout_hash(text: str) -> float:
@@ -333,32 +333,27 @@ def process_unit(
     Raises:
       DataError: the text is unreadable or the disk is full; no record is written.
     """
-    started = time.monotonic()
     special = job.tokenizer.special
-    dtype = row_dtype(job.length, job.tokenizer.vocab_size, job.layout)
-    counts = {name: Counter() for name in ("train", "validation")}
-    tally: Counter = Counter()
+    dtype = row_dtype(job.data.length, job.tokenizer.vocab_size, job.data.layout)
     padded = functools.partial(to_records, dtype=dtype, pad=special.pad)
-    layouts, writers = {}, {}
-    for name in counts:
-        layouts[name] = _make_layout(job, seed=f"{index} {name}")
-        writers[name] = ShardWriter(shard_path(job.directory, name, index), padded)
+    writer = UnitWriter(job.directory, index, padded)
+    counts, tally = writer.counts, writer.tally
+    layouts = {name: _make_layout(job, seed=f"{index} {name}") for name in counts}
 
     def write(name: str, rows: Iterable[Row]) -> None:
         rows = list(rows)
         counts[name]["tokens"] += sum(len(row.tokens) for row in rows)
-        if job.layout == "pairs":
+        if job.data.layout == "pairs":
             counts[name]["pairs"] += sum(row.pair_label != UNLABELLED for row in rows)
-        writers[name].write(rows)
+        writer.write(name, rows)
 
-    digest = new_digest()
-    documents = hashed(source.documents(unit, tally), digest)
+    documents = hashed(source.documents(unit, tally), writer.digest)
     if job.pieces > 1:
         documents = (piece for text in documents for piece in cut_document(text, job.pieces))
-    if job.shuffle_documents:
+    if job.data.shuffle_documents:
         documents = _shuffled(documents, random.Random(f"{index} documents"))
-    cut = split_sentences if job.layout == "pairs" else None
-    for text, parts, lines in _encoded(documents, job.tokenizer, cut):
+    sentences = job.data.layout == "pairs"
+    for text, parts, lines in _encoded(documents, job.tokenizer, sentences=sentences):
         tally["bytes"] += len(text.encode())
         if not any(lines):
             tally["dropped"] += 1
@@ -369,32 +364,23 @@ def process_unit(
         tally["characters"] += count_characters([text])
         name = split or ("validation" if heldout_hash(text) < job.heldout_fraction else "train")
         counts[name]["documents"] += 1
+        counts[name]["words"] += len(text.split())
         write(name, layouts[name].add(lines))
     for name in counts:
         write(name, layouts[name].flush())
-        counts[name]["file_bytes"] = writers[name].finish()
-        counts[name]["rows"] = writers[name].rows
-        if writers[name].rows:
-            counts[name]["crc32"] = checksum(writers[name].path)
-    record = {
-        "unit": index,
-        "digest": digest.hexdigest(),
-        "splits": counts,
+    return writer.finish(
         **{name: tally[name] for name in ("bytes", "dropped", "characters", "unknown")},
-        "undecodable": tally["undecodable"],
-        "skipped": tally["skipped"],
-        "encoding_errors": job.encoding_errors,
-        "seconds": round(time.monotonic() - started, 3),
-    }
-    write_record(record_path(job.directory, index), record)
-    return record
+        undecodable=tally["undecodable"],
+        skipped=tally["skipped"],
+        encoding_errors=job.data.encoding_errors,
+    )
 
 
 def _make_layout(job: Job, seed: str) -> PackedRows | ElectraRows | PairRows:
-    length, special = job.length, job.tokenizer.special
-    if job.layout == "electra":
-        return ElectraRows(length, special, release_bug=job.release_bug, seed=seed)
-    if job.layout == "pairs":
+    length, special = job.data.length, job.tokenizer.special
+    if job.data.layout == "electra":
+        return ElectraRows(length, special, release_bug=job.data.release_builder_bug, seed=seed)
+    if job.data.layout == "pairs":
         return PairRows(length, special, pairs=job.sentence_pairs, seed=seed)
     return PackedRows(length, special)
 
@@ -414,18 +400,25 @@ def _shuffled(documents: Iterator[str], rng: random.Random) -> Iterator[str]:
 
 
 def _encoded(
-    documents: Iterator[str], tokenizer: Tokenizer, cut: Callable[[str], list[str]] | None = None
+    documents: Iterator[str], tokenizer: Tokenizer, *, sentences: bool
 ) -> Iterator[tuple[str, list[str], list[list[int]]]]:
     """Yields (document, lines, token ids of each line), tokenizing many documents at once.
 
     Args:
-      cut: splits a line into sentences, which take the place of the lines.
+      sentences: whether sentences take the place of the lines.
     """
 
     def encode(batch: list[str]) -> Iterator[tuple[str, list[str], list[list[int]]]]:
-        lines = [[line for line in text.split("\n") if line.strip()] for text in batch]
-        if cut:
-            lines = [[part for line in document for part in cut(line)] for document in lines]
+        lines = [tokenizer.split_lines(text) for text in batch]
+        if sentences:
+            lines = [
+                [
+                    part
+                    for line in document
+                    for part in split_sentences(line, tokenizer.keeps_spaces)
+                ]
+                for document in lines
+            ]
         ids = iter(tokenizer.encode([line for document in lines for line in document]))
         for text, document in zip(batch, lines, strict=True):
             yield text, document, [next(ids) for _ in document]

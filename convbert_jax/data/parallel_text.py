@@ -6,7 +6,6 @@ shard. Separate vocabularies are in the folders "source" and "target".
 
 import dataclasses
 import itertools
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,52 +13,29 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from convbert_jax.config import Config, ParallelSection
+from convbert_jax.config import Config, PairFormat, ParallelSection
 from convbert_jax.data import pair_worker
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.pair_worker import FAULTS, Job, Vocabularies, process_pairs
-from convbert_jax.data.prepared import Preparation, Shard, elsewhere
-from convbert_jax.data.readers.pair_sources import PairSource, open_pairs
-from convbert_jax.data.readers.tables import Fault
-from convbert_jax.data.shards import damaged_shard, id_dtype, lengths_path, shard_path
-from convbert_jax.data.tokenizer.tokenizer import describe_tokenizer
+from convbert_jax.data.pair_worker import (
+    FAULTS,
+    Job,
+    Vocabularies,
+    process_pairs,
+    tokenizers_of,
+)
+from convbert_jax.data.prepared import Preparation, Split, elsewhere
+from convbert_jax.data.readers.pair_sources import open_pairs
+from convbert_jax.data.readers.row_sources import RowSource, Targets
+from convbert_jax.data.readers.rows import Fault
+from convbert_jax.data.shards import id_dtype
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer, describe_tokenizer
 from convbert_jax.data.units import Runner, Work
 
 VERSION = 1  # increment it when the same config produces different rows
 KIND = "parallel"
-METADATA_FIELDS = {"complete": bool, "made_from": dict, "stamps": dict}
-SUMMARY_FIELDS = {
-    "tokenizers": list,
-    "digests": list,
-    "splits": {"train": list, "validation": list},
-    "faults": dict,
-}
-SHARD_FIELDS = (
-    *("unit", "rows", "file_bytes", "crc32", "lengths_crc32"),
-    *("source_tokens", "target_tokens"),
-)
-COUNTS = {"rows": int, "file_bytes": int}
-RECORD_FIELDS = {
-    "unit": int,
-    "digest": str,
-    "splits": {"train": COUNTS, "validation": COUNTS},
-    **dict.fromkeys(("bytes", "characters", "unknown", "pairs"), int),
-    "faults": dict,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class PairSplit:
-    """A split; `lengths` are the planned tokens of source and target, [rows, 2] with end marks."""
-
-    shards: tuple[tuple[Path, int], ...]  # (file, rows), in order
-    checksums: tuple[int, ...]
-    lengths: np.ndarray
-    tokens: tuple[int, int]  # of all sources and all targets
-
-    @property
-    def rows(self) -> int:
-        return len(self.lengths)
+METADATA_FIELDS = {"made_from": dict}
+RECORD_FIELDS = {"faults": dict}
+SUMMARY_FIELDS = {"tokenizers": list, "faults": dict}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +43,21 @@ class ParallelText:
     """Prepared pairs, the input of `batching`.
 
     `fingerprint` is a hash of sources, vocabularies, filters and splits. `cut_to` is the number of
-    tokens that sources were truncated to; 0 if they were not.
+    tokens that texts were truncated to; 0 if they were not. For `form` see `pair_worker.Job`.
     """
 
     directory: Path
     vocabularies: Vocabularies
     sampling: float
     cut_to: int
+    form: PairFormat
     fingerprint: str
-    splits: dict[str, PairSplit]  # "train", "validation"
+    splits: dict[str, Split]  # "train", "validation"
+
+    @property
+    def tokenizers(self) -> tuple[Tokenizer, ...]:
+        """The tokenizer of each text of a row."""
+        return tokenizers_of(self.vocabularies, self.form)
 
     @property
     def id_dtype(self) -> np.dtype:
@@ -118,14 +100,17 @@ def read_metadata(directory: Path) -> dict[str, Any] | None:
 class _PairPreparation(Preparation):
     section = "parallel"
     contents, new_contents = "different data", "new data"
+    kind, reads = KIND, "pairs"
+    settings_key, fingerprint_key = "vocabularies", "tokenizers"
+    tallies = ("bytes", "characters", "unknown", "pairs")
     metadata_fields, summary_fields = METADATA_FIELDS, SUMMARY_FIELDS
     record_fields = RECORD_FIELDS
-    kind, settings_key, fingerprint_key = KIND, "vocabularies", "tokenizers"
+    shard_fields = ("lengths_crc32", "source_tokens", "target_tokens")
 
-    def open_sources(self) -> dict[str, PairSource]:
+    def open_sources(self) -> dict[str, RowSource]:
         return open_sources(self.config)
 
-    def origin(self, sources: Mapping[str, PairSource] | None) -> dict[str, Any]:
+    def origin(self, sources: Mapping[str, RowSource] | None) -> dict[str, Any]:
         section = self.config.parallel
         vocabularies = pair_worker.list_sections(self.config)
         result = {
@@ -141,6 +126,10 @@ class _PairPreparation(Preparation):
         }
         if section.cut_sources:
             result["cut_sources"] = True
+        if (form := self.config.spec.pair_format(self.config)) != PairFormat():
+            result["form"] = dataclasses.asdict(form)
+        if section.prompts:
+            result["prompts"] = list(section.prompts)
         if sources:
             result["fingerprints"] = {name: source.fingerprint for name, source in sources.items()}
         return result
@@ -149,68 +138,51 @@ class _PairPreparation(Preparation):
         return pair_worker.load(self.config, directory)
 
     def begin(
-        self, directory: Path, source: PairSource, made_from: dict[str, Any]
+        self, directory: Path, source: RowSource, made_from: dict[str, Any]
     ) -> tuple[dict[str, Any], Vocabularies]:
         made = pair_worker.make(self.config, directory, source)
+        sections = [tokenizer.section for tokenizer in made[: len(made_from["vocabularies"])]]
+        made_from["vocabularies"] = [describe_tokenizer(section) for section in sections]
         return {"tokenizers": [tokenizer.fingerprint for tokenizer in made]}, made
 
     def make_work(self, directory: Path, metadata: dict, sources: dict, tokenizers: tuple) -> Work:
-        return Work(make_job(self.config, directory, tokenizers), sources, process_pairs)
+        form = self.config.spec.pair_format(self.config)
+        job = Job(directory, tokenizers, self.config.parallel, form)
+        return Work(job, sources, process_pairs)
 
     def is_usable(self, record: Mapping[str, Any]) -> bool:
         # Processing a unit with faults again raises the error for the first one.
         return not record["faults"] or self.config.parallel.bad_pairs != "error"
 
-    def summarize(self, records: list[dict], seconds: float) -> dict[str, Any]:
-        splits = {
-            name: [
-                {"unit": record["unit"], **record["splits"][name]}
-                for record in records
-                if record["splits"][name]["rows"]
-            ]
-            for name in ("train", "validation")
-        }
+    def summarize(self, records: list[dict]) -> dict[str, Any]:
         faults = {}
         for kind in FAULTS:
             of_kind = [record["faults"][kind] for record in records if kind in record["faults"]]
             if of_kind:
                 faults[kind] = [sum(count for count, _ in of_kind), of_kind[0][1]]
-        totals = {
-            key: sum(record[key] for record in records)
-            for key in ("bytes", "characters", "unknown", "pairs")
-        }
         cut = [record["cut"] for record in records if record["cut"][0]]
-        first = cut[0][1] if cut else ""
-        return {
-            "splits": splits,
-            "digests": [record["digest"] for record in records],
-            "faults": faults,
-            "cut": [sum(count for count, _ in cut), first],
-            **totals,
-        }
+        cut = [sum(count for count, _ in cut), cut[0][1] if cut else ""]
+        return {**super().summarize(records), "faults": faults, "cut": cut}
 
     def check_counts(self, metadata: Mapping[str, Any]) -> None:
-        section = self.config.parallel
-        faults = metadata["faults"]
+        section, faults = self.config.parallel, metadata["faults"]
         first = f" First unusable pair: {next(iter(faults.values()))[1]}." if faults else ""
         if not metadata["splits"]["train"]:
             raise DataError(
-                f"config.parallel.source='{section.source}' has no usable pair to train on. Check "
-                f"it, config.parallel.columns, max_length and max_ratio.{first}",
+                "has no usable pair to train on. Check it, config.parallel.columns, max_length and "
+                f"max_ratio.{first}",
                 field="config.parallel.source",
                 value=section.source,
             )
-        if not metadata["splits"]["validation"]:
-            if section.validation_source:
-                raise DataError(
-                    f"config.parallel.validation_source='{section.validation_source}' has no "
-                    f"usable pair to evaluate on. Check it.{first}",
-                    field="config.parallel.validation_source",
-                    value=section.validation_source,
-                )
+        if not metadata["splits"]["validation"] and section.validation_source:
             raise DataError(
-                f"config.parallel.heldout_fraction={section.heldout_fraction} holds out no pair. "
-                "Increase it and use a new config.data.directory, or set "
+                f"has no usable pair to evaluate on. Check it.{first}",
+                field="config.parallel.validation_source",
+                value=section.validation_source,
+            )
+        if not metadata["splits"]["validation"]:
+            raise DataError(
+                "holds out no pair. Increase it and use a new config.data.directory, or set "
                 "config.parallel.validation_source.",
                 field="config.parallel.heldout_fraction",
                 value=section.heldout_fraction,
@@ -237,24 +209,13 @@ class _PairPreparation(Preparation):
         )
         if metadata["cut"][0]:
             logging.info(
-                "Truncated %d of %d sources to config.parallel.max_length; the first: %s.",
+                "Truncated %d texts of %d pairs to config.parallel.max_length; the first: %s.",
                 metadata["cut"][0], metadata["pairs"], metadata["cut"][1],
             )  # fmt: skip
         for kind, (count, first) in metadata["faults"].items():
             logging.warning(
                 "Skipped %d of %d pairs (%s); the first: %s.", count, metadata["pairs"], kind, first
             )
-
-    @staticmethod
-    def list_shards(directory: Path, split: str, counts: Any) -> list[Shard]:
-        found = []
-        for entry in counts:
-            if not isinstance(entry, dict) or not set(SHARD_FIELDS) <= set(entry):
-                raise ValueError(entry)
-            path = shard_path(directory, split, entry["unit"])
-            numbers = (entry[name] for name in ("rows", "file_bytes", "crc32"))
-            found.append(Shard(path, *numbers, others=(lengths_path(path),)))
-        return found
 
     def check_policy(self, metadata: Mapping[str, Any], directory: Path) -> None:
         if metadata["faults"] and self.config.parallel.bad_pairs == "error":
@@ -266,20 +227,6 @@ class _PairPreparation(Preparation):
                 field="config.parallel.bad_pairs",
                 path=directory,
             )
-
-    def make_split(self, shards: list[Shard], counts: Any, gone: DataError | None) -> PairSplit:
-        lengths = [
-            _read_lengths(shard.others[0], entry, gone)
-            for shard, entry in zip(shards, counts, strict=True)
-        ]
-        return PairSplit(
-            shards=tuple((shard.path, shard.rows) for shard in shards),
-            checksums=tuple(shard.checksum for shard in shards),
-            lengths=np.concatenate([np.zeros((0, 2), np.int64), *lengths]),
-            tokens=tuple(
-                sum(entry[side] for entry in counts) for side in ("source_tokens", "target_tokens")
-            ),
-        )
 
     @staticmethod
     def identity(metadata: Mapping[str, Any]) -> list[Any]:
@@ -295,10 +242,13 @@ class _PairPreparation(Preparation):
     ) -> ParallelText:
         section = self.config.parallel
         cut_to = section.max_length if section.cut_sources else 0
-        return ParallelText(directory, tokenizers, section.sampling, cut_to, fingerprint, splits)
+        form = self.config.spec.pair_format(self.config)
+        return ParallelText(
+            directory, tokenizers, section.sampling, cut_to, form, fingerprint, splits
+        )
 
 
-def open_sources(config: Config) -> dict[str, PairSource]:
+def open_sources(config: Config) -> dict[str, RowSource]:
     """Opens the sources of `config.parallel`, by split, without reading them completely.
 
     Raises:
@@ -307,36 +257,17 @@ def open_sources(config: Config) -> dict[str, PairSource]:
     section = config.parallel
     if not section.source:
         raise DataError(
-            "config.parallel.source is empty. Set it, for example to parallel:train.de,train.en, "
-            "csv:FILE, jsonl:FILE or parquet:FILE.",
+            "is empty. Set it, for example to parallel:train.de,train.en, csv:FILE, jsonl:FILE or "
+            "parquet:FILE.",
             field="config.parallel.source",
         )
-    sources = {"train": open_pairs(section.source, section)}
+    targets: list[Targets] = ["one", "first"]
+    if (form := config.spec.pair_format(config)).encoder:
+        targets = ["scored" if form.scored else "each"] * 2
+    sources = {"train": open_pairs(section.source, section, targets[0])}
     if section.validation_source:
-        sources["validation"] = open_pairs(section.validation_source, section, "first")
+        sources["validation"] = open_pairs(section.validation_source, section, targets[1])
     return sources
-
-
-def make_job(config: Config, directory: Path, made: Vocabularies) -> Job:
-    """Returns the settings that select pairs and assign them to splits."""
-    section = config.parallel
-    return Job(
-        directory=directory,
-        vocabularies=made,
-        max_length=section.max_length,
-        cut_sources=section.cut_sources,
-        max_ratio=section.max_ratio,
-        bad_pairs=section.bad_pairs,
-        sampling=section.sampling,
-        heldout_fraction=section.heldout_fraction,
-    )
-
-
-def _read_lengths(path: Path, shard: Mapping[str, int], gone: object) -> np.ndarray:
-    data = path.read_bytes()
-    if zlib.crc32(data) != shard["lengths_crc32"] or len(data) != 8 * shard["rows"]:
-        raise damaged_shard(path, "checksum mismatch", gone)
-    return np.frombuffer(data, "<u4").reshape(-1, 2).astype(np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,7 +297,7 @@ def read_heldout(config: Config, text: ParallelText, rows: int) -> References:
         source = open_pairs(section.validation_source, section, "all")
     else:
         source = open_pairs(section.source, section)
-    job = make_job(config, text.directory, text.vocabularies)
+    job = Job(text.directory, text.vocabularies, section, text.form)
     found = []
     for unit in source.units:
         numbered = source.pairs(unit)
@@ -405,24 +336,17 @@ def check_references(spec: str, section: ParallelSection, *, alike: bool) -> Non
     for number, pair in itertools.chain.from_iterable(map(source.pairs, source.units)):
         if isinstance(pair, Fault):
             if pair.file > 1:
-                place = source.place(number, pair.file)
-                raise DataError(
-                    f"{place} {pair.problem}. Correct it, or omit that file of references.",
-                    path=place.path,
-                    line=place.line,
-                )
+                fix = "Correct it, or omit that file of references"
+                raise source.place(number, pair.file).error(f"{pair.problem}. {fix}.")
             continue
         count = len(pair) - 1
         first = first or (number, count)
         if alike and count != first[1]:
             few, many = sorted((first, (number, count)), key=lambda found: found[1])
-            place = source.place(few[0])
-            raise DataError(
-                f"{place} has {few[1]} reference{'s' * (few[1] != 1)} and "
-                f"{source.place(many[0])} has {many[1]}, but BLEU needs the same number for each "
-                "source. Add the missing references or remove the additional ones.",
-                path=place.path,
-                line=place.line,
+            raise source.place(few[0]).error(
+                f"has {few[1]} reference{'s' * (few[1] != 1)} and {source.place(many[0])} has "
+                f"{many[1]}, but BLEU needs the same number for each source. Add the missing "
+                "references or remove the additional ones."
             )
 
 
@@ -439,12 +363,8 @@ def read_whole(spec: str, section: ParallelSection) -> References:
             bad += 1
             first = first or f"{source.place(number, pair.file)} {pair.problem}"
         elif not pair[1].strip():
-            place = source.place(number, 1)
-            raise DataError(
-                f"{place} has an empty reference. Correct it or remove the pair.",
-                path=place.path,
-                line=place.line,
-            )
+            problem = "has an empty reference. Correct it or remove the pair."
+            raise source.place(number, 1).error(problem)
         else:
             pairs.append(pair)
     if not pairs:

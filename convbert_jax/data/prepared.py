@@ -11,17 +11,26 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from absl import logging
 
 from convbert_jax import storage
 from convbert_jax.config import Config
 from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.readers.sources import refuse_shared_text
-from convbert_jax.data.shards import damaged_shard, lengths_path, shard_path
+from convbert_jax.data.shards import (
+    ShardWriter,
+    checksum,
+    damaged_shard,
+    lengths_path,
+    read_lengths,
+    shard_path,
+)
 from convbert_jax.data.units import (
     Processes,
     Runner,
@@ -52,11 +61,8 @@ def lock(directory: Path) -> Iterator[None]:
     try:
         (directory / "units").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(
-            f"Cannot create {directory}: {error.strerror}. Set config.data.directory.",
-            field="config.data.directory",
-            path=directory,
-        ) from None
+        problem = f"Cannot create {directory}: {error.strerror}. Set config.data.directory."
+        raise DataError(problem, field="config.data.directory", path=directory) from None
     with open(directory / "lock", "w", opener=storage.no_follow) as file:
         started = logged = time.monotonic()
         while not storage.try_lock(
@@ -82,11 +88,6 @@ def lock(directory: Path) -> Iterator[None]:
 STAMPS = "stamps.json"
 # Path relative to the common folder of all files -> [size in bytes, modification time in ns].
 Stamps = Mapping[str, Sequence[int]]
-
-
-def new_digest():
-    """Returns an empty hash for the content of one unit."""
-    return hashlib.blake2b(digest_size=16)
 
 
 def hashed(items: Iterable[Any], digest) -> Iterator[Any]:
@@ -143,55 +144,12 @@ def list_changed(
     ]
 
 
-def check_content(
-    directory: Path,
-    sources: Mapping[str, Source],
-    stamps: Stamps,
-    units: Mapping[int, Mapping[str, Any]],
-    workers: int,
-    *,
-    always: bool,
-) -> None:
-    """Compares units with their recorded digests if the stamp of a file differs.
-
-    Args:
-      stamps: stamps of the source files when they were prepared.
-      units: records with a "digest", by unit index; other units are not read.
-      workers: number of processes; 0: one per core.
-      always: compare even if all stamps are equal.
-
-    Raises:
-      DataError: the content of a unit differs.
-      DamagedFileError: the stamps in `directory` are not in the form that was written.
-    """
-    changed = list_changed(directory, sources, stamps)
-    if not changed and not always:
-        return
-    digests = {index: unit["digest"] for index, unit in units.items()}
-    job = _Comparison(directory, digests, tuple(changed))
-    work = Work(job, sources, _compare_unit)
-    assignments = [each for each in work.list_assignments() if each.index in digests]
-    if len(assignments) < len(digests):
-        raise job.error(changed or [source.name for source in sources.values()])
-    why = f"size or modification time of {shorten(', '.join(changed))} changed"
-    logging.info(
-        "Comparing the content of the sources with the digests in %s: %s.",
-        directory,
-        why if changed else "--mode=prepare always does",
-    )
-    present = take_stamps(sources)
-    Processes(workers, "Comparing").run(work, assignments)
-    try:
-        write_record(directory / STAMPS, {"files": present})
-    except DataError as error:  # for example a folder of another user
-        logging.warning("%s The next start will compare the sources again.", error)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Comparison:
-    """The `Job` that compares units."""
+    """The `Job` that compares units; `reads` is the method of a source that yields its texts."""
 
     directory: Path
+    reads: str
     digests: Mapping[int, str]
     changed: tuple[str, ...]
 
@@ -206,18 +164,13 @@ class _Comparison:
 
 
 def _compare_unit(job: _Comparison, index: int, source: Any, unit: Any, split: str = "") -> dict:
-    digest = new_digest()
-    read = source.documents if hasattr(source, "documents") else source.pairs
-    for _ in hashed(read(unit), digest):
+    digest = hashlib.blake2b(digest_size=16)
+    for _ in hashed(getattr(source, job.reads)(unit), digest):
         pass
     if digest.hexdigest() != job.digests[index]:
-        files_of = getattr(source, "files_of", lambda unit: source.files)
-        paths = sorted(str(path.absolute()) for path in files_of(unit))
+        paths = sorted(str(path.absolute()) for path in source.files_of(unit))
         raise job.error([path for path in paths if path in job.changed] or paths)
     return {}
-
-
-# --- Metadata and the steps that corpora and pairs share ---
 
 
 def has_finished_units(directory: Path) -> bool:
@@ -225,17 +178,66 @@ def has_finished_units(directory: Path) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
-    """Files of one split of one unit, as recorded in the metadata.
+class Split:
+    """A split of prepared data.
 
-    `others` are further files of the same rows, for example their lengths.
+    Attributes:
+      shards: (file, rows), in order.
+      checksums: CRC-32 of each shard.
+      rows: number of all rows.
+      counts: other numbers, for example "tokens", summed over the shards.
+      lengths: of pairs, the planned tokens of source and target, [rows, 2] with end marks.
     """
 
-    path: Path
+    shards: tuple[tuple[Path, int], ...]
+    checksums: tuple[int, ...]
     rows: int
-    size: int  # bytes
-    checksum: int  # CRC-32
-    others: tuple[Path, ...] = ()
+    counts: Mapping[str, int]
+    lengths: np.ndarray
+
+
+SPLITS = ("train", "validation")
+
+
+class UnitWriter:
+    """Writes the shards and the record of a unit.
+
+    Attributes:
+      counts: numbers of each split, which the metadata of the folder lists by shard.
+      tally: numbers of the whole unit.
+      digest: hash of the content of the unit.
+    """
+
+    def __init__(self, directory: Path, index: int, to_records: Callable[[Sequence], list[bytes]]):
+        self._directory, self._index, self._started = directory, index, time.monotonic()
+        self.counts: dict[str, Counter] = {split: Counter() for split in SPLITS}
+        self.tally: Counter = Counter()
+        self.digest = hashlib.blake2b(digest_size=16)
+        self._writers = {
+            split: ShardWriter(shard_path(directory, split, index), to_records) for split in SPLITS
+        }
+
+    def write(self, split: str, rows: Iterable[Any]) -> None:
+        """Appends rows. Raises DataError if the disk is full."""
+        self._writers[split].write(rows)
+
+    def finish(self, **fields: Any) -> dict[str, Any]:
+        """Completes the shards, then writes and returns the record with `fields`."""
+        for split, writer in self._writers.items():
+            counts = self.counts[split]
+            counts["file_bytes"] = writer.finish()
+            counts["rows"] = writer.rows
+            if writer.rows:
+                counts["crc32"] = checksum(writer.path)
+        record = {
+            "unit": self._index,
+            "digest": self.digest.hexdigest(),
+            "splits": self.counts,
+            **fields,
+            "seconds": round(time.monotonic() - self._started, 3),
+        }
+        write_record(record_path(self._directory, self._index), record)
+        return record
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -262,19 +264,27 @@ class Preparation(abc.ABC):
       contents: what a folder contains, for messages about different contents.
       new_contents: the same for new contents.
       kind: value of "kind" in the settings of the metadata; "": there is none.
+      reads: method of a source that yields the texts of a unit.
       settings_key: key of the vocabulary settings in the result of `origin`, a dict or a list.
       fingerprint_key: key of the fingerprints of the vocabularies in the metadata.
+      tallies: numbers in the record of a unit, which the metadata sums.
+      metadata_fields, summary_fields, record_fields: further fields and their types of metadata,
+        of complete metadata, and of the record of a unit.
+      shard_fields: numbers of each shard, besides rows, bytes and checksum.
     """
 
     section: ClassVar[str]
     contents: ClassVar[str]
     new_contents: ClassVar[str]
     kind: ClassVar[str] = ""
+    reads: ClassVar[str]
     settings_key: ClassVar[str]
     fingerprint_key: ClassVar[str]
+    tallies: ClassVar[tuple[str, ...]]
     metadata_fields: ClassVar[Mapping[str, Any]]
-    summary_fields: ClassVar[Mapping[str, Any]]  # of complete metadata
+    summary_fields: ClassVar[Mapping[str, Any]]
     record_fields: ClassVar[Mapping[str, Any]]
+    shard_fields: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Config):
         self.config = config
@@ -320,10 +330,6 @@ class Preparation(abc.ABC):
         """Returns whether the record of a unit is valid with the current settings."""
 
     @abc.abstractmethod
-    def summarize(self, records: list[dict], seconds: float) -> dict[str, Any]:
-        """Sums the counts of all units and lists their shards."""
-
-    @abc.abstractmethod
     def check_counts(self, metadata: Mapping[str, Any]) -> None:
         """Raises DataError if a split has no rows."""
 
@@ -331,18 +337,9 @@ class Preparation(abc.ABC):
     def log_summary(self, metadata: Mapping[str, Any], directory: Path, seconds: float) -> None:
         """Logs the counts."""
 
-    @staticmethod
-    @abc.abstractmethod
-    def list_shards(directory: Path, split: str, counts: Any) -> list[Shard]:
-        """Returns the shards of a split of the metadata; raises ValueError for invalid entries."""
-
     @abc.abstractmethod
     def check_policy(self, metadata: Mapping[str, Any], directory: Path) -> None:
         """Raises DataError if the rows depend on a policy that has changed since."""
-
-    @abc.abstractmethod
-    def make_split(self, shards: list[Shard], counts: Any, gone: DataError | None) -> Any:
-        """Returns a split of the prepared data."""
 
     @staticmethod
     @abc.abstractmethod
@@ -352,6 +349,21 @@ class Preparation(abc.ABC):
     @abc.abstractmethod
     def result(self, directory: Path, tokenizers: tuple, fingerprint: str, splits: dict) -> Any:
         """Returns the prepared data."""
+
+    def summarize(self, records: list[dict]) -> dict[str, Any]:
+        """Sums the counts of all units and lists their shards, for the metadata."""
+        return {
+            "splits": {
+                split: [
+                    {"unit": record["unit"], **record["splits"][split]}
+                    for record in records
+                    if record["splits"][split]["rows"]
+                ]
+                for split in SPLITS
+            },
+            "digests": [record["digest"] for record in records],
+            **{name: sum(record[name] for record in records) for name in self.tallies},
+        }
 
     # --- Steps ---
 
@@ -376,17 +388,20 @@ class Preparation(abc.ABC):
                 metadata = {"complete": False, "made_from": made_from, **begun}
                 metadata["stamps"] = take_stamps(sources)
                 write_record(directory / METADATA, metadata)
-            workers = self.config.data.workers
             records = do_units(
                 self.make_work(directory, metadata, sources, tokenizers),
                 lambda index: self._finished(directory, index),
-                runner or Processes(workers),
-                lambda done: check_content(
-                    directory, sources, metadata["stamps"], done, workers, always=compare
+                runner or Processes(self.config.data.workers),
+                lambda done: self._check_content(
+                    directory,
+                    sources,
+                    metadata["stamps"],
+                    {index: record["digest"] for index, record in done.items()},
+                    always=compare,
                 ),
             )
             seconds = time.monotonic() - started
-            metadata |= self.summarize(records, seconds)
+            metadata |= {**self.summarize(records), "seconds": round(seconds, 1)}
             self.check_counts(metadata)
             write_record(directory / METADATA, metadata | {"complete": True})
         self.log_summary(metadata, directory, seconds)
@@ -418,30 +433,39 @@ class Preparation(abc.ABC):
         if gone:
             logging.warning("%s Using the rows prepared from it in %s.", gone, directory)
         elif sources:
-            units = {index: {"digest": digest} for index, digest in enumerate(metadata["digests"])}
-            workers = self.config.data.workers
-            check_content(directory, sources, metadata["stamps"], units, workers, always=compare)
+            digests = dict(enumerate(metadata["digests"]))
+            self._check_content(directory, sources, metadata["stamps"], digests, always=compare)
         self.check_policy(metadata, directory)
         tokenizers = self.load_tokenizers(directory)
         self._refuse_changed(tokenizers, metadata, directory)
         splits = {}
-        for name, counts in metadata["splits"].items():
-            shards = self.list_shards(directory, name, counts)
-            for shard in shards:
-                missing = [path for path in (shard.path, *shard.others) if not path.is_file()]
+        for name, entries in metadata["splits"].items():
+            shards = [shard_path(directory, name, entry["unit"]) for entry in entries]
+            lengths = [np.zeros((0, 2), np.int64)]
+            for path, entry in zip(shards, entries, strict=True):
+                files = [path, lengths_path(path)] if "lengths_crc32" in entry else [path]
+                missing = [file for file in files if not file.is_file()]
                 if missing and not gone:
                     return None
                 if missing:
-                    raise DataError(
-                        f"{missing[0]} is missing. Restore a copy; it cannot be prepared again: "
-                        f"{gone}",
-                        path=missing[0],
-                    )
-                size = shard.path.stat().st_size
-                if size != shard.size:
-                    what = f"it has {size} bytes instead of {shard.size}"
-                    raise damaged_shard(shard.path, what, gone)
-            splits[name] = self.make_split(shards, counts, gone)
+                    problem = f"missing. Restore a copy; it cannot be prepared again: {gone}"
+                    raise DataError(problem, path=missing[0])
+                if (size := path.stat().st_size) != entry["file_bytes"]:
+                    what = f"it has {size} bytes instead of {entry['file_bytes']}"
+                    raise damaged_shard(path, what, gone)
+                if "lengths_crc32" in entry:
+                    lengths.append(read_lengths(path, entry, gone))
+            splits[name] = Split(
+                shards=tuple(
+                    (path, entry["rows"]) for path, entry in zip(shards, entries, strict=True)
+                ),
+                checksums=tuple(entry["crc32"] for entry in entries),
+                rows=sum(entry["rows"] for entry in entries),
+                counts={
+                    field: sum(entry[field] for entry in entries) for field in self.shard_fields
+                },
+                lengths=np.concatenate(lengths),
+            )
         identity = json.dumps(self.identity(metadata), sort_keys=True)
         fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         return self.result(directory, tokenizers, fingerprint, splits)
@@ -457,17 +481,18 @@ class Preparation(abc.ABC):
         if not path.is_file():
             return None
         remedy = f"restore a copy, or prepare {cls.new_contents} with {elsewhere(directory)}"
-        metadata = storage.read_json(path, remedy=remedy, fields=cls.metadata_fields)
+        fields = {"complete": bool, "stamps": dict, **cls.metadata_fields}
+        metadata = storage.read_json(path, remedy=remedy, fields=fields)
         if metadata["complete"] and metadata["made_from"].get("kind", "") == cls.kind:
-            metadata = storage.read_json(
-                path, remedy=remedy, fields={**cls.metadata_fields, **cls.summary_fields}
-            )
-            try:
-                for split, counts in metadata["splits"].items():
-                    cls.list_shards(directory, split, counts)
-            except ValueError:
+            fields |= {"splits": dict.fromkeys(SPLITS, list), "digests": list}
+            fields |= cls.summary_fields
+            metadata = storage.read_json(path, remedy=remedy, fields=fields)
+            numbers = ("unit", "rows", "file_bytes", "crc32", *cls.shard_fields)
+            entries = [entry for entries in metadata["splits"].values() for entry in entries]
+            if not all(isinstance(e, dict) and all(isinstance(e.get(n), int) for n in numbers)
+                       for e in entries):  # fmt: skip
                 why = "an entry of its list of shards is invalid"
-                raise storage.damaged(path, why, remedy) from None
+                raise storage.damaged(path, why, remedy)
         return metadata
 
     def _find_started(
@@ -481,8 +506,8 @@ class Preparation(abc.ABC):
         metadata = self.read_metadata(directory)
         if metadata is None and has_finished_units(directory):
             raise DataError(
-                f"{directory} has finished units but no {METADATA} with their settings. Restore a "
-                "copy of it, or delete the folder to prepare it again.",
+                f"finished units, but no {METADATA} with their settings. Restore a copy of it, or "
+                "delete the folder to prepare it again.",
                 path=directory,
             )
         if metadata is None:
@@ -504,12 +529,16 @@ class Preparation(abc.ABC):
         path = record_path(directory, index)
         remedy = "delete it and start again to prepare this part again"
         try:
-            record = storage.read_json(path, remedy=remedy, fields=self.record_fields)
+            counts = {split: {"rows": int, "file_bytes": int} for split in SPLITS}
+            fields = {"unit": int, "digest": str, "splits": counts, **self.record_fields}
+            fields |= dict.fromkeys(self.tallies, int)
+            record = storage.read_json(path, remedy=remedy, fields=fields)
         except FileNotFoundError:
             return None
         splits = record["splits"].values()
         valid = all(isinstance(count, int) for split in splits for count in split.values())
-        valid &= all("crc32" in split for split in splits if split["rows"])
+        needed = {"crc32", *self.shard_fields}
+        valid &= all(needed <= split.keys() for split in splits if split["rows"])
         if record["unit"] != index or not valid:
             raise storage.damaged(path, "its unit number or its counts are wrong", remedy)
         for split, counts in record["splits"].items():
@@ -519,6 +548,47 @@ class Preparation(abc.ABC):
                 logging.warning("A shard of unit %d is missing; preparing it again.", index)
                 return None
         return record if self.is_usable(record) else None
+
+    def _check_content(
+        self,
+        directory: Path,
+        sources: Mapping[str, Source],
+        stamps: Stamps,
+        digests: Mapping[int, str],
+        *,
+        always: bool,
+    ) -> None:
+        """Compares units with their recorded digests if the stamp of a file differs.
+
+        Args:
+          stamps: stamps of the source files when they were prepared.
+          digests: digests by unit index; other units are not read.
+          always: compare even if all stamps are equal.
+
+        Raises:
+          DataError: the content of a unit differs.
+          DamagedFileError: the stamps in `directory` are not in the form that was written.
+        """
+        changed = list_changed(directory, sources, stamps)
+        if not changed and not always:
+            return
+        job = _Comparison(directory, self.reads, digests, tuple(changed))
+        work = Work(job, sources, _compare_unit)
+        assignments = [each for each in work.list_assignments() if each.index in digests]
+        if len(assignments) < len(digests):
+            raise job.error(changed or [source.name for source in sources.values()])
+        why = f"size or modification time of {shorten(', '.join(changed))} changed"
+        logging.info(
+            "Comparing the content of the sources with the digests in %s: %s.",
+            directory,
+            why if changed else "--mode=prepare always does",
+        )
+        present = take_stamps(sources)
+        Processes(self.config.data.workers, "Comparing").run(work, assignments)
+        try:
+            write_record(directory / STAMPS, {"files": present})
+        except DataError as error:  # for example a folder of another user
+            logging.warning("%s The next start will compare the sources again.", error)
 
     def _refuse_other(
         self, wanted: dict, there: dict, directory: Path, changed: Sequence[str]

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -19,6 +20,7 @@ FILES = 1000
 INTERLEAVED = 4
 BUFFER = 100
 CHUNK = 1 << 14  # files of a lane computed at once
+CYCLE = 1 << 14  # positions of a mixture with exact shares
 BLOCK = 1 << 16  # rows computed at once
 Order = Callable[[np.ndarray], np.ndarray]
 
@@ -36,6 +38,131 @@ def shuffled(size: int, seed: int) -> Order:
         return _permute(rows.astype(np.uint64), keys, size).astype(np.int64)
 
     return order
+
+
+class Mixture:
+    """Order of a stream of rows that several sources share by weight.
+
+    The stream consists of cycles of `CYCLE` positions. A cycle has each source in proportion to
+    its weight, rounded to whole rows, in random order. Each source is read in its own `shuffled`
+    order, so an epoch of a source has each of its rows once. A source that has reached its limit
+    is left out, and the weights of the others are scaled to a sum of 1.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float],
+        sizes: Sequence[int],
+        limits: Sequence[int | None],
+        seed: int,
+        *,
+        drawn: Sequence[int] | None = None,
+        stream: int = 0,
+    ):
+        """
+        Args:
+          weights: of each source.
+          sizes: rows of each source.
+          limits: number of rows after which a source is left out; None: never.
+          drawn: rows that earlier streams with this seed have drawn from each source.
+          stream: number of earlier streams.
+        """
+        starts = np.cumsum([0, *sizes[:-1]])
+        # Seeds of configs have 32 bits; the upper bits name the source, or stream and part.
+        orders = [shuffled(size, seed | (s + 1) << 32) for s, size in enumerate(sizes)]
+        self._rows = [
+            lambda index, order=order, start=int(start): start + order(index)
+            for order, start in zip(orders, starts, strict=True)
+        ]
+        self._seed = seed | (stream + 1) << 40
+        self._cycle = functools.lru_cache(maxsize=8)(self._make_cycle)
+        self._parts: list[_Part] = []
+        self.end: int | None = None  # number of positions until all sources reach their limits
+        begin, drawn = 0, np.array([0] * len(sizes) if drawn is None else drawn)
+        while True:
+            weights = [
+                weight if limit is None or count < limit else 0.0
+                for weight, limit, count in zip(weights, limits, drawn, strict=True)
+            ]
+            if not any(weights):
+                self.end = begin
+                return
+            part = _Part(begin, drawn, _round_shares(weights), len(self._parts))
+            self._parts.append(part)
+            ends = [
+                self._position(part, source, limit - drawn[source] - 1) + 1
+                for source, limit in enumerate(limits)
+                if limit is not None and part.counts[source]
+            ]
+            if not ends:
+                return
+            begin = min(ends)
+            drawn = self.drawn(begin)
+
+    def order(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the row at each position; rows of the sources are numbered one after another."""
+        if self.end is not None:
+            positions = np.minimum(positions, self.end - 1)  # a block may reach beyond the end
+        begins = [part.begin for part in self._parts]
+        parts = np.searchsorted(begins, positions, side="right") - 1
+        rows = np.empty_like(positions)
+        for number in map(int, np.unique(parts)):
+            part = self._parts[number]
+            cycles, offsets = np.divmod(positions - part.begin, CYCLE)
+            for cycle in map(int, np.unique(cycles[parts == number])):
+                chosen = (parts == number) & (cycles == cycle)
+                sources, ranks = (each[offsets[chosen]] for each in self._cycle(number, cycle))
+                index = part.drawn[sources] + cycle * part.counts[sources] + ranks
+                found = np.empty_like(index)
+                for source in np.unique(sources):
+                    found[sources == source] = self._rows[source](index[sources == source])
+                rows[chosen] = found
+        return rows
+
+    def drawn(self, positions: int) -> np.ndarray:
+        """Returns the rows that the first `positions` positions and earlier streams have drawn."""
+        part = max((p for p in self._parts if p.begin <= positions), key=lambda p: p.begin)
+        cycles, offset = divmod(positions - part.begin, CYCLE)
+        sources, _ = self._cycle(part.number, cycles)
+        rest = np.bincount(sources[:offset], minlength=len(part.counts))
+        return part.drawn + cycles * part.counts + rest
+
+    def _position(self, part: "_Part", source: int, rank: int) -> int:
+        """Returns the position at which a part draws row `rank` of a source, from 0."""
+        cycle, rank = divmod(int(rank), int(part.counts[source]))
+        sources, _ = self._cycle(part.number, cycle)
+        return part.begin + cycle * CYCLE + int(np.flatnonzero(sources == source)[rank])
+
+    def _make_cycle(self, part: int, cycle: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the source of each position of a cycle, and its rank within the source."""
+        counts = self._parts[part].counts
+        positions = np.arange(cycle * CYCLE, (cycle + 1) * CYCLE)
+        mixed = shuffled(CYCLE, self._seed | part << 32)(positions)
+        sources = np.searchsorted(np.cumsum(counts), mixed, side="right")
+        ranks = np.empty_like(sources)
+        for source, count in enumerate(counts):
+            ranks[sources == source] = np.arange(count)
+        return sources, ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Positions of a `Mixture` with the same sources."""
+
+    begin: int  # position
+    drawn: np.ndarray  # rows of each source before
+    counts: np.ndarray  # rows of each source in a cycle
+    number: int
+
+
+def _round_shares(weights: Sequence[float]) -> np.ndarray:
+    """Returns whole numbers with the sum `CYCLE` in proportion to weights (largest remainders)."""
+    exact = [Fraction(weight) / sum(map(Fraction, weights)) * CYCLE for weight in weights]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda s: (counts[s] - exact[s], s))
+    for source in by_remainder[: CYCLE - sum(counts)]:
+        counts[source] += 1
+    return np.array(counts)
 
 
 def release_order(shards: Sequence[int], seed: int) -> Order:
@@ -316,6 +443,7 @@ def _cheapest_edges(counts: np.ndarray, most: int) -> np.ndarray:
 
 
 RELEASE_BUFFER = 100
+_BATCH_COST = 64  # tokens that take as long as the start of a batch
 
 
 def choose_buckets(buckets: Sequence[int], length: int) -> tuple[int, ...]:
@@ -339,17 +467,49 @@ def epoch_batches(
 
 
 def evaluation_batches(
-    lengths: np.ndarray, buckets: Sequence[int], batch_size: int | Sequence[int]
+    lengths: np.ndarray,
+    buckets: Sequence[int],
+    batch_size: int | Sequence[int] | Sequence[Sequence[int]],
 ) -> list[tuple[int, np.ndarray]]:
     """Returns batches of all rows, sorted by length, in the form of `epoch_batches`.
 
     Args:
-      batch_size: one size, or one for each bucket.
+      batch_size: one size, one for each bucket, or several for each bucket, of which those with
+        the least padding are used.
     """
     sizes = [batch_size] * len(buckets) if isinstance(batch_size, int) else batch_size
+    if not all(isinstance(size, int) for size in sizes):
+        return _least_padding(lengths, buckets, sizes)
     return _bucketed(
         lengths, buckets, sizes, lambda rows: rows[np.argsort(lengths[rows], kind="stable")]
     )
+
+
+def _least_padding(
+    lengths: np.ndarray, buckets: Sequence[int], sizes: Sequence[Sequence[int]]
+) -> list[tuple[int, np.ndarray]]:
+    """Cuts rows sorted by length into batches with the lowest total cost, by dynamic programming.
+
+    The cost of a batch is its number of tokens, and _BATCH_COST.
+    """
+    order = np.argsort(lengths, kind="stable")
+    bucket_of = np.searchsorted(np.asarray(buckets), lengths[order])
+    best = [(0, 0)]  # (cost, size of the last batch) of the first n rows
+    for end, bucket in enumerate(bucket_of.tolist(), 1):
+        best.append(
+            min(
+                (best[max(0, end - size)][0] + size * buckets[bucket] + _BATCH_COST, size)
+                for size in sizes[bucket]
+            )
+        )
+    batches, end = [], len(order)
+    while end:
+        size = best[end][1]
+        rows = order[max(0, end - size) : end]
+        filler = np.full(size - len(rows), -1)
+        batches.append((buckets[bucket_of[end - 1]], np.concatenate([rows, filler])))
+        end -= len(rows)
+    return batches[::-1]
 
 
 def _bucketed(

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from absl import logging
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from convbert_jax import storage
+from convbert_jax.config import PairFormat
 from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.storage import DamagedFileError, damaged
 
@@ -44,10 +45,34 @@ def shard_path(directory: Path, split: str, index: int) -> Path:
 def lengths_path(shard: Path) -> Path:
     """Returns the path of the lengths of a shard of pairs.
 
-    The file has the tokens of each pair, [rows, 2] with end marks, so that batches are planned
-    without reading rows.
+    The file has the tokens of each pair, [rows, 2] with special tokens, so that batches are planned
+    without reading rows: of the first text, and of the longest other one.
     """
     return shard.with_suffix(".lengths")
+
+
+def write_lengths(path: Path, lengths: Sequence[tuple[int, int]]) -> int:
+    """Writes the lengths of a shard and returns their CRC-32.
+
+    Raises:
+      DataError: the disk is full.
+    """
+    data = np.asarray(lengths, "<u4").tobytes()
+    try:
+        with storage.replacing(path) as file:
+            file.write(data)
+    except OSError as error:
+        raise _unwritable(path, error.strerror) from None
+    return zlib.crc32(data)
+
+
+def read_lengths(shard: Path, entry: Mapping[str, int], gone: object) -> np.ndarray:
+    """Reads the lengths of a shard, [rows, 2]; `entry` describes it in the metadata."""
+    path = lengths_path(shard)
+    data = path.read_bytes()
+    if zlib.crc32(data) != entry["lengths_crc32"] or len(data) != 8 * entry["rows"]:
+        raise damaged_shard(path, "checksum mismatch", gone)
+    return np.frombuffer(data, "<u4").reshape(-1, 2).astype(np.int64)
 
 
 def damaged_shard(path: Path, what: object, gone: object = None) -> DamagedFileError:
@@ -211,16 +236,16 @@ class ShardWriter:
         self._waiting = []
 
 
-def _unwritable(path: Path, error: Exception) -> DataError:
+def _unwritable(path: Path, reason: object) -> DataError:
     return DataError(
-        f"Cannot write {path}: {_reason(error)}. Free disk space or use another "
+        f"Cannot write {path}: {_reason(reason)}. Free disk space or use another "
         "config.data.directory, then start again; finished units are kept.",
         field="config.data.directory",
         path=path,
     )
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: object) -> str:
     return shorten(" ".join(str(error).split()))
 
 
@@ -301,16 +326,22 @@ class ShardReader:
 
 
 COUNT = np.dtype("<u4")
+SCORE = np.dtype("<f4")
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Token ids of source and target without special ids; texts are "" if not stored."""
+    """A row of a parallel text, see `config.PairFormat`.
 
-    source: np.ndarray  # [tokens]
-    target: np.ndarray  # [tokens]
-    source_text: str = ""
-    target_text: str = ""
+    Attributes:
+      ids: token ids of each text, without special ids.
+      texts: the texts; "" if they are not stored.
+      score: similarity of the texts, in float32; None in a format without scores.
+    """
+
+    ids: tuple[np.ndarray, ...]
+    texts: tuple[str, ...]
+    score: float | None = None
 
 
 def id_dtype(source_vocab: int, target_vocab: int) -> np.dtype:
@@ -319,30 +350,32 @@ def id_dtype(source_vocab: int, target_vocab: int) -> np.dtype:
 
 
 def pairs_to_records(pairs: Sequence[Pair], dtype: np.dtype) -> list[bytes]:
-    """Converts pairs to records of four counts (tokens, tokens, bytes, bytes) and four parts."""
+    """Converts pairs to records: tokens of each text, bytes of each text, then ids, texts, score.
+
+    Args:
+      dtype: of token ids.
+    """
     records = []
     for pair in pairs:
-        parts = [
-            *(np.asarray(ids, dtype).tobytes() for ids in (pair.source, pair.target)),
-            *(text.encode() for text in (pair.source_text, pair.target_text)),
-        ]
-        counts = [len(pair.source), len(pair.target), len(parts[2]), len(parts[3])]
-        records.append(b"".join([np.asarray(counts, COUNT).tobytes(), *parts]))
+        texts = [text.encode() for text in pair.texts]
+        counts = [len(part) for part in (*pair.ids, *texts)]
+        ids = (np.asarray(part, dtype).tobytes() for part in pair.ids)
+        score = b"" if pair.score is None else np.asarray(pair.score, SCORE).tobytes()
+        records.append(b"".join([np.asarray(counts, COUNT).tobytes(), *ids, *texts, score]))
     return records
 
 
-def records_to_pairs(records: Sequence[bytes], dtype: np.dtype) -> np.ndarray:
+def records_to_pairs(records: Sequence[bytes], dtype: np.dtype, *, form: PairFormat) -> np.ndarray:
     """Converts records to an object array of `Pair`. Raises ValueError for an invalid record."""
-    pairs = np.empty(len(records), object)
+    pairs, count = np.empty(len(records), object), form.texts
+    sizes = np.repeat([dtype.itemsize, 1], count)
     for i, record in enumerate(records):
-        sources, targets, source_bytes, target_bytes = map(int, np.frombuffer(record, COUNT, 4))
-        cuts = np.cumsum([16, sources * dtype.itemsize, targets * dtype.itemsize, source_bytes])
-        if cuts[-1] + target_bytes != len(record):
+        counts = np.frombuffer(record, COUNT, 2 * count)
+        cuts = np.cumsum([counts.nbytes, *(counts * sizes)])
+        if cuts[-1] + form.scored * SCORE.itemsize != len(record):
             raise ValueError("the size of a record does not match its counts")
-        pairs[i] = Pair(
-            np.frombuffer(record, dtype, sources, int(cuts[0])),
-            np.frombuffer(record, dtype, targets, int(cuts[1])),
-            record[cuts[2] : cuts[3]].decode(),
-            record[cuts[3] :].decode(),
-        )
+        ids = (np.frombuffer(record, dtype, counts[k], cuts[k]) for k in range(count))
+        texts = (record[cuts[k] : cuts[k + 1]].decode() for k in range(count, 2 * count))
+        score = float(np.frombuffer(record, SCORE, 1, cuts[-1])[0]) if form.scored else None
+        pairs[i] = Pair(tuple(ids), tuple(texts), score)
     return pairs

@@ -393,9 +393,7 @@ def check_space(workdir: epath.Path, config: Config, parameters: int) -> list[Fi
     free = shutil.disk_usage(place).free
     text = f"{free / 2**30:.1f} GiB free, the run's checkpoints need {need / 2**30:.1f} GiB more"
     if free < need:
-        fix = "free disk space, choose another --workdir, or reduce config.checkpoint.keep"
-        if config.recipe == "finetune":
-            fix = "free disk space, or set another --workdir or config.finetune.save_models=false"
+        fix = f"free disk space, choose another --workdir, or {config.spec.less_disk}"
         return [wrong("space", text, fix)]
     return [good("space", text)]
 
@@ -410,22 +408,9 @@ def _bytes_of_checkpoints(workdir: epath.Path) -> int:
 
 
 def checkpoint_bytes(config: Config, parameters: int) -> int:
-    """Returns the maximum size of the checkpoints of a run in bytes.
-
-    Counts the checkpoints that are kept and the one that is written before the oldest is deleted;
-    for fine-tuning also the saved models, which have no moments.
-    """
-    one = parameters * _MOMENTS * _BYTES
-    if config.recipe == "finetune":
-        f = config.finetune
-        tries = max(1, len(f.learning_rates)) * max(1, len(f.epochs))
-        runs = len(f.tasks) * tries * f.seeds
-        return 2 * one + (runs * parameters * _BYTES if f.save_models else 0)
-    c = config.checkpoint
-    count = c.keep + 1 + bool(c.best_metric)
-    if c.keep_every:
-        count += config.train.steps // c.keep_every
-    return one * count
+    """Returns the maximum size of the checkpoints of a run in bytes."""
+    states, models = config.spec.count_checkpoints(config)
+    return parameters * _BYTES * (states * _MOMENTS + models)
 
 
 def check_compile_cache(name: str) -> list[Finding]:
@@ -502,9 +487,10 @@ def check_start(subject: Subject) -> Sequence[Finding]:
     """Reads vocabulary and weights; raises the UserErrors of a start."""
     if subject.config is None:
         return ()
+    from convbert_jax import recipes
     from convbert_jax.doctor import run_checks
 
-    subject.completed = run_checks.read_start(subject.config, subject.workdir, subject.given)
+    subject.completed = recipes.complete(subject.config, subject.workdir, subject.given)
     subject.parameters, found = run_checks.check_start(subject.completed)
     return found
 

@@ -5,25 +5,18 @@ import dataclasses
 import functools
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
 
-from convbert_jax import storage
+from convbert_jax import recipes, storage
 from convbert_jax.config import Config, ConfigError
-from convbert_jax.data import bucket, parallel_text
-from convbert_jax.data.corpus import read_metadata
-from convbert_jax.data.parallel_text import read_metadata as read_metadata_of_pairs
-from convbert_jax.data.readers.sources import REMOTE, open_source
 from convbert_jax.doctor.checks import Finding, good, warning, wrong
 from convbert_jax.interop.networks import abstract_params
 from convbert_jax.machine import Accelerators
-from convbert_jax.recipes import finetuning, start
-from convbert_jax.storage import is_remote
 from convbert_jax.training import consistency, distributed, environment, partitioning
 from convbert_jax.workdir import Workdir
 
@@ -69,13 +62,6 @@ def _memory(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def read_start(config: Config, workdir: epath.Path, given: Collection[str]) -> Config:
-    """Returns the config completed from the vocabulary and the weights."""
-    if config.recipe == "finetune":
-        return finetuning.read_start(config, given)[0]
-    return start.read_start(config, Workdir(workdir), given)[0]
-
-
 def check_start(config: Config) -> tuple[int, list[Finding]]:
     """Returns the number of parameters of a completed config, and the finding on its files."""
     parameters = partitioning.count_params(abstract_params(config))
@@ -90,32 +76,7 @@ def check_start(config: Config) -> tuple[int, list[Finding]]:
 
 def check_data(config: Config, workdir: epath.Path) -> list[Finding]:
     """Checks that the data exists, without reading all of it; raises UserError otherwise."""
-    if config.recipe == "finetune":
-        finetuning.check_tasks(config)
-        return [good("data", f"the files of {', '.join(config.finetune.tasks)} exist")]
-    directory = Workdir(workdir).data(config)
-    if is_remote(directory) and (listed := bucket.list_files(directory)):
-        size = sum(size for size, _ in listed.values()) / 1e9
-        text = f"{directory} is prepared, {size:.2f} GB to copy to {config.data.cache}"
-        return [good("data", text)]
-    read = read_metadata_of_pairs if config.reads_pairs else read_metadata
-    metadata = read(Path(directory))
-    if metadata and metadata["complete"]:
-        return [good("data", f"{directory} is prepared")]
-    if config.reads_pairs:
-        named = parallel_text.open_sources(config)
-        return [good("data", ", ".join(f"{source.name} exists" for source in named.values()))]
-    section = config.data
-    specs = [section.source, *filter(None, [section.validation_source])]
-    return [good("data", ", ".join(_describe_source(config, spec) for spec in specs))]
-
-
-def _describe_source(config: Config, spec: str) -> str:
-    kind, _, rest = spec.partition(":")
-    if kind in REMOTE or (kind == "tfds" and not Path(rest).is_dir()):
-        return f"{spec} will be downloaded when the run starts (not checked)"
-    open_source(config.data, spec)
-    return f"{spec} exists"
+    return [good("data", recipes.check_sources(config, Workdir(workdir).data(config)))]
 
 
 LIMIT = 60.0  # seconds for all processes to finish their own checks

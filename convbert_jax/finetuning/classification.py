@@ -69,7 +69,7 @@ def make_task(
     Raises:
       DataError: Files cannot be used, or labels for training or selection are missing.
       FinetuningError: The task has two texts but the model one segment type, or the task is
-        tagging and there is a teacher.
+        tagging or multilabel and there is a teacher.
       ConfigError: The head or a metric does not fit the task.
     """
     scoring.check_metrics(source)
@@ -99,12 +99,13 @@ def make_task(
         return encoded.rows
 
     rows = encode("train", train)
-    losses = {"tagging": classification.tag_losses}.get(source.kind, classification.text_losses)
+    own = {"tagging": classification.tag_losses, "multilabel": classification.label_losses}
+    losses = own.get(source.kind, classification.text_losses)
     if teacher:
-        if source.kind == "tagging":
+        if source.kind in own:
             raise FinetuningError(
-                f"{source.name} is a tagging task, which config.finetune.distill_from does not "
-                "support. Remove config.finetune.distill_from.",
+                f"{source.name} is a {source.kind} task, which config.finetune.distill_from does "
+                "not support. Remove config.finetune.distill_from.",
                 field="config.finetune.distill_from",
             )
         said = teacher.logits_of([example.texts for example in train])
@@ -156,7 +157,7 @@ def outputs_of(source: LabelledTask, config: Config) -> OutputsSection:
     Raises:
       FinetuningError: The task has two texts but the model has one segment type.
     """
-    if source.texts == 2 and config.model.types < 2:
+    if source.texts == 2 and config.model.types == 1:
         raise FinetuningError(
             f"{source.name} has two texts, but the model has only one segment type "
             f"(config.model.types={config.model.types}). Use weights with two segment types.",
@@ -226,6 +227,11 @@ def encode_examples(
         return encode_words(tokenizer, words, labels, length=length)
     texts = [example.texts for example in examples]
     encoded = encode_texts(tokenizer, texts, length=length, types=config.model.types)
+    if outputs.kind == "multilabel":
+        found = np.zeros((len(labels), compiled_width(len(outputs.labels))), np.float32)
+        for row, of_text in zip(found, labels, strict=True):
+            row[list(of_text or ())] = 1.0
+        return dataclasses.replace(encoded, rows=encoded.rows.with_columns(labels=found))
     numbers = np.asarray([0 if label is None else label for label in labels], np.float32)
     is_number = outputs.kind == "regression"
     rows = encoded.rows.with_columns(
@@ -248,7 +254,7 @@ def in_label_units(outputs: OutputsSection, rows: Rows, found: Predicted, words:
         of label O, or else of the first label, because scores count all words; see `words_read`.
     """
     logits, count = found["logits"], len(outputs.labels)
-    if outputs.kind == "classification":
+    if outputs.kind in ("classification", "multilabel"):
         return np.asarray(logits)[:, :count]
     if outputs.kind == "regression":
         return np.asarray(logits)[:, 0] * outputs.scale

@@ -28,6 +28,7 @@ from convbert_jax.data.samplers import (
     release_batches,
 )
 from convbert_jax.data.tasks.labelled_text import Rows
+from convbert_jax.finetuning import lora
 from convbert_jax.finetuning.run_files import Setting, Unfinished
 from convbert_jax.finetuning.task import (
     ROW,
@@ -67,8 +68,12 @@ def run_key(seed: jax.Array | int, name: str) -> jax.Array:
 class Programs:
     """Makes each program once; tasks of equal shape share it.
 
-    Train steps receive (seed, learning rate, constants of the task). Evaluation receives the
-    constants instead of a key. Runs that are trained together have one seed each.
+    Train steps receive (seed, learning rate, constants of the task, *frozen). Evaluation receives
+    (constants, *frozen) instead of a key. Runs that are trained together have one seed each.
+
+    Attributes:
+      frozen: With LoRA, a tuple of one tree: `jax.ShapeDtypeStruct`s of the base weights, which all
+        runs share. Otherwise ().
     """
 
     def __init__(self, config: Config, dtype: jnp.dtype, mesh: Mesh):
@@ -76,10 +81,16 @@ class Programs:
         self._config = config
         self._dtype = dtype
         self._mesh = mesh
+        self._rules = (*lora.RULES, *sharding_rules(config.encoder), *partitioning.RULES)
+        self.frozen = (self._abstract_weights(),) if config.finetune.lora_rank else ()
         self._learning = TrainStepConfig(
-            optimizer=make_injected_lr_optimizer(config.optimizer, config.finetune.layer_decay),
+            optimizer=make_injected_lr_optimizer(
+                config.optimizer,
+                config.finetune.layer_decay,
+                [stage.depth for stage in config.encoder.stages],
+            ),
             draw=_draw,
-            extra_axes=(0, None, None),
+            extra_axes=(0, None, None, *[None] * len(self.frozen)),
         )
         self._programs: dict[tuple, Program] = {}
         self._starts: dict[tuple, Callable] = {}
@@ -92,22 +103,39 @@ class Programs:
         """
         key = (task.losses, task.predict, task.outputs.head, task.width, runs)
         if key not in self._programs:
-            trainable = self._trainable(task)
-            self._programs[key] = Program(trainable, self._learning, self._mesh, runs=runs)
+            whole = partitioning.replicated(self._mesh)
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.frozen)
+            self._programs[key] = Program(
+                self._trainable(task),
+                self._learning,
+                self._mesh,
+                runs=runs,
+                extra_shardings=(whole, whole, whole, *shardings),
+                eval_sharding=(whole, *shardings),
+            )
         return self._programs[key]
 
     def new_params(self, task: FinetuneTask, seed: int) -> Params:
         """Initialize the whole model on the host, with a head as wide as its labels."""
-        return self._draw_start(task, seed, "model", lambda params: params)
+        return self._draw_start(task, seed, "model", lambda params, key: params)
 
     def new_head(self, task: FinetuneTask, seed: int) -> Params:
         """Initialize only the head; it equals the head of `new_params`."""
-        return self._draw_start(task, seed, "head", lambda params: params["head"])
+        return self._draw_start(task, seed, "head", lambda params, key: params["head"])
+
+    def new_factors(self, task: FinetuneTask, seed: int) -> Params:
+        """Initialize the head, as `new_head`, and the factors of LoRA."""
+        return self._draw_start(task, seed, "factors", self._start_lora)
 
     def put_constants(self, task: FinetuneTask):
         """Copy `task.constants` to all devices."""
         whole = partitioning.replicated(self._mesh)
         return partitioning.put_params(dict(task.constants), dict.fromkeys(task.constants, whole))
+
+    def put_frozen(self, weights: Params | None) -> tuple[Params, ...]:
+        """Shard the base weights of LoRA; return () without LoRA."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.frozen)
+        return tuple(partitioning.put_params(weights, places) for places in shardings)
 
     def count_compiled(self) -> int:
         """Count functions compiled or loaded from the cache so far."""
@@ -119,28 +147,45 @@ class Programs:
         labels = dataclasses.replace(task.outputs, labels=("",) * task.width)
         graphdef, init = build(FinetunedModel, self._with_outputs(labels))
         sum_loss, dtype = self._config.finetune.sum_loss, self._dtype
+        scale = lora.scale_of(self._config)
 
-        def loss(params, batch, key, constants):
-            model = nnx.merge(graphdef, params)
+        def loss(params, batch, key, constants, *frozen):
+            model = nnx.merge(graphdef, lora.merge(params, frozen, scale))
             losses, weights = task.losses(model, {**batch, **constants}, key, dtype=dtype)
             total = jnp.sum(losses * batch["weight"])
             if not sum_loss:
                 total = total / jnp.maximum(jnp.sum(weights * batch["weight"]), 1e-6)
             return total, {}
 
-        def evaluate(params, batch, constants):
-            model = nnx.merge(graphdef, params)
+        def evaluate(params, batch, given):
+            constants, *frozen = given
+            model = nnx.merge(graphdef, lora.merge(params, frozen, scale))
             return task.predict(model, {**batch, **constants}, dtype=dtype)
 
-        rules = (*sharding_rules(self._config.encoder), *partitioning.RULES)
-        return Trainable(init, loss, evaluate, rules)
+        start = (lambda key: self._start_lora(init(key), key)) if self.frozen else init
+        return Trainable(start, loss, evaluate, self._rules)
+
+    def _start_lora(self, params: Params, key: jax.Array) -> Params:
+        f = self._config.finetune
+        return lora.start(params, fold_in_name(key, "lora"), f.lora_rank, f.lora_targets)
+
+    def _abstract_weights(self) -> Params:
+        _, init = build(FinetunedModel, self._config)
+        shapes = jax.eval_shape(init, jax.random.key(0))
+        del shapes["head"]
+        return jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            shapes,
+            partitioning.tree_shardings(shapes, self._mesh, self._rules),
+        )
 
     def _draw_start(self, task: FinetuneTask, seed: int, what: str, choose: Callable) -> Params:
         _, init = build(FinetunedModel, self._with_outputs(task.outputs))
         key = (what, task.outputs.head, len(task.outputs.labels))
         if key not in self._starts:
             self._starts[key] = jax.jit(
-                lambda key: choose(init(key)), out_shardings=partitioning.replicated(self._mesh)
+                lambda key: choose(init(key), key),
+                out_shardings=partitioning.replicated(self._mesh),
             )
         return jax.device_get(self._starts[key](run_key(seed, "init")))
 
@@ -148,9 +193,9 @@ class Programs:
         return dataclasses.replace(self._config, outputs=outputs)
 
 
-def _draw(step, seed, learning_rate, constants) -> StepInputs:
+def _draw(step, seed, learning_rate, *constants) -> StepInputs:
     key = jax.random.fold_in(run_key(seed, "loss"), step)
-    return StepInputs(key, learning_rate, (constants,))
+    return StepInputs(key, learning_rate, constants)
 
 
 def widen_head(params: Params, labels: int, width: int) -> Params:
@@ -187,11 +232,13 @@ class Fitted:
     """Trained runs of one setting.
 
     Attributes:
-      params: On the device, with a leading axis of runs if vectorized.
+      params: Trained parameters on the device, with a leading axis of runs if vectorized.
       losses: Loss of the last step of each run; not finite if it diverged.
       seconds: Training time since the last start.
       examples_per_second: All runs together since the last start, with compilation and without
         filler rows.
+      frozen: Base weights on the device, see `Programs`.
+      scale: See `lora.scale_of`.
     """
 
     params: Params
@@ -199,6 +246,8 @@ class Fitted:
     steps: int
     seconds: float
     examples_per_second: float
+    frozen: tuple[Params, ...]
+    scale: float
 
 
 def count_steps(task: FinetuneTask, config: Config, epochs: float) -> int:
@@ -233,7 +282,8 @@ def fit(
     A run depends only on its seed, which determines its head, dropout and order of rows.
 
     Args:
-      weights: Initial `embeddings` and `encoder`; None initializes them randomly.
+      weights: Initial `embeddings` and `encoder`, required with LoRA; None initializes them
+        randomly.
       unfinished: Saves checkpoints of these runs, and restores earlier ones.
 
     Raises:
@@ -246,7 +296,7 @@ def fit(
     rates = learning_rates(config, setting, steps)
     seed = np.asarray(seeds, np.uint32) if vectorized else np.uint32(seeds[0])
     title = f"{task.name}, seed{'s' if len(seeds) > 1 else ''} {_spell(seeds)}"
-    constants = programs.put_constants(task)
+    constants, frozen = programs.put_constants(task), programs.put_frozen(weights)
     losses, examples = deque(), 0
     state = unfinished.resume(program.abstract) if unfinished else None
     if state is None:
@@ -267,7 +317,14 @@ def fit(
             index = index if vectorized else index[0]
             batch = partitioning.put_whole_batch(task.train.batch(index, length), program.rows)
             state, _, vitals = watchdog.call(
-                program.train_step, state, batch, seed, rates[done], constants, batch=batch
+                program.train_step,
+                state,
+                batch,
+                seed,
+                rates[done],
+                constants,
+                *frozen,
+                batch=batch,
             )
             done += 1
             examples += int((index >= 0).sum())
@@ -288,7 +345,8 @@ def fit(
         raise Stopped(stopped)
     values = np.atleast_1d(np.asarray(jax.device_get(losses[-1])))
     seconds = time.perf_counter() - start
-    return Fitted(state.params, values, steps, seconds, examples / seconds)
+    scale = lora.scale_of(config)
+    return Fitted(state.params, values, steps, seconds, examples / seconds, frozen, scale)
 
 
 def predict(
@@ -299,10 +357,11 @@ def predict(
     split: str,
     *,
     vectorized: bool,
+    frozen: tuple[Params, ...] = (),
 ) -> list[Any]:
     """Return the state of the split's evaluator after all rows, for each run in `params`.
 
-    Without `vectorized`, there is one run.
+    Without `vectorized`, there is one run. `params` and `frozen` are as in `Fitted`.
     """
     program = programs.of(task, len(jax.tree.leaves(params)[0]) if vectorized else None)
     constants = programs.put_constants(task)
@@ -311,7 +370,12 @@ def predict(
     def run(batch):
         batch = partitioning.put_whole_batch(batch, program.eval_rows)
         outputs = watchdog.call(
-            program.eval_step, params, batch, constants, batch=batch, what="the evaluation"
+            program.eval_step,
+            params,
+            batch,
+            (constants, *frozen),
+            batch=batch,
+            what="the evaluation",
         )
         watchdog.beat()
         return outputs if vectorized else jax.tree.map(lambda leaf: leaf[None], outputs)
@@ -333,7 +397,7 @@ def evaluate(
     evaluator: Evaluator,
     *,
     buckets: Sequence[int],
-    batch_size: int | Sequence[int],
+    batch_size: int | Sequence[int] | Sequence[Sequence[int]],
     title: str | None = None,
 ) -> list[Any]:
     """Return the evaluator's state after all rows, for each run.
@@ -341,7 +405,7 @@ def evaluate(
     Args:
       run: batch -> {name: [runs, B, ...]} on the device. The evaluator receives the outputs of its
         run and the row numbers.
-      batch_size: Rows per batch, or one number per bucket.
+      batch_size: see `evaluation_batches`.
       title: Title of the progress bar; None shows no progress.
     """
     batches = evaluation_batches(rows.lengths, buckets, batch_size)
@@ -364,7 +428,7 @@ def predict_rows(
     rows: Rows,
     *,
     buckets: Sequence[int],
-    batch_size: int | Sequence[int],
+    batch_size: int | Sequence[int] | Sequence[Sequence[int]],
 ) -> Predicted:
     """Return the outputs of all rows in order, for one run; arguments are as in `evaluate`."""
     (collected,) = evaluate(
@@ -379,17 +443,23 @@ def buckets_of(config: Config) -> tuple[int, ...]:
 
 
 def take_run(fitted: Fitted, task: FinetuneTask, run: int, *, vectorized: bool) -> Params:
-    """Gather one run's parameters on the host, without head padding; all processes must call it."""
+    """Gather one run's complete parameters on the host, without head padding.
+
+    All processes must call it.
+    """
     params = jax.tree.map(lambda leaf: leaf[run], fitted.params) if vectorized else fitted.params
-    return narrow_head(partitioning.gather(params), len(task.outputs.labels))
+    params, frozen = partitioning.gather((params, fitted.frozen))
+    return narrow_head(lora.merge(params, frozen, fitted.scale), len(task.outputs.labels))
 
 
 def _start_params(programs, task, seeds, weights, vectorized) -> Params:
-    """Make initial parameters on the host, stacked over runs if `vectorized`."""
+    """Make initial trained parameters on the host, stacked over runs if `vectorized`."""
     runs = []
     for seed in seeds:
         if weights is None:
             params = programs.new_params(task, seed)
+        elif programs.frozen:
+            params = programs.new_factors(task, seed)
         else:
             params = {**weights, "head": programs.new_head(task, seed)}
         runs.append(widen_head(params, len(task.outputs.labels), task.width))

@@ -219,7 +219,7 @@ def write_predictions(
     if pictures and all(example.label is not None for example in examples):
         labels = [example.label for example in examples]
         title = f"{task.name}, {split}"
-        for name, draw in FIGURES[task.kind].items():
+        for name, draw in FIGURES.get(task.kind, {}).items():
             path = folder / f"{split}-{name}.png"
             draw(path, task, outputs, labels, title)
             written.append(path)
@@ -232,7 +232,7 @@ def describe_examples(
     """Return one JSON-ready dict per example.
 
     It has id, texts, label (None if unknown), prediction and probabilities; for tagging, the
-    probability of each predicted tag.
+    probability of each predicted tag. For multilabel, label and prediction are lists.
     """
     predicted = scoring.predict(task, outputs)
     lines = []
@@ -246,7 +246,7 @@ def describe_examples(
         line["prediction"] = _name(task, answer)
         if task.kind != "regression":
             shares = scoring.probabilities(task, values)
-        if task.kind == "classification":
+        if task.kind in ("classification", "multilabel"):
             named = zip(task.labels, shares.tolist(), strict=True)
             line["probabilities"] = {label: round(share, 6) for label, share in named}
         elif task.kind == "tagging":
@@ -259,8 +259,8 @@ def _name(task: LabelledTask, label):
     """Return a label by name."""
     if label is None or task.kind == "regression":
         return label
-    if task.kind == "tagging":
-        return [task.labels[tag] for tag in label]
+    if task.kind in ("tagging", "multilabel"):
+        return [task.labels[index] for index in label]
     return task.labels[label]
 
 

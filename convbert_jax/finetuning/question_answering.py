@@ -340,7 +340,7 @@ def outputs_of(name: str, config: Config) -> OutputsSection:
       FinetuningError: The model has one segment type.
       ConfigError: The head is not for question answering.
     """
-    if config.model.types < 2:
+    if config.model.types == 1:
         raise FinetuningError(
             f"{name} has a question and a context, but the model has only one segment type "
             f"(config.model.types={config.model.types}). Use weights with two segment types.",

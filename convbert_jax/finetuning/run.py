@@ -192,7 +192,9 @@ def _run_group(
     state = programs.of(task, runs if vectorized else None).abstract
     title = f"training {task.name}, {runs} x {f.batch_size} rows of up to {f.length} tokens"
     with memory.explain_out_of_memory(
-        title, _LESS_TO_TRAIN, lambda: memory.find_state(state.params, state.opt_state)
+        title,
+        _LESS_TO_TRAIN,
+        lambda: memory.find_state((state.params, programs.frozen), state.opt_state),
     ):
         fitted = fitting.fit(
             programs,
@@ -206,11 +208,17 @@ def _run_group(
         )
     title = f"evaluating {task.name}, {runs} x {f.eval_batch_size} rows of up to {f.length} tokens"
     with memory.explain_out_of_memory(
-        title, _LESS_TO_PREDICT, lambda: memory.find_state(fitted.params)
+        title, _LESS_TO_PREDICT, lambda: memory.find_state((fitted.params, fitted.frozen))
     ):
         states = {
             split: fitting.predict(
-                programs, task, config, fitted.params, split, vectorized=vectorized
+                programs,
+                task,
+                config,
+                fitted.params,
+                split,
+                vectorized=vectorized,
+                frozen=fitted.frozen,
             )
             for split in task.evaluation
         }

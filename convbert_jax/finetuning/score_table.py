@@ -215,6 +215,7 @@ _NAMES = {
     "pearson": "Pearson",
     "f1": "F1",
     "macro_f1": "macro F1",
+    "micro_f1": "micro F1",
     "span_f1": "span F1",
     "exact_match": "EM",
 }

@@ -27,8 +27,8 @@ def score(task: LabelledTask, outputs: Outputs, labels: Sequence) -> dict[str, f
     """Compute the task's metrics.
 
     Args:
-      outputs: Logits [N, at least the number of labels] for classification; numbers [N] in the
-        unit of the labels for regression; N arrays [words, labels] for tagging.
+      outputs: Logits [N, at least the number of labels] for classification and multilabel; numbers
+        [N] in the unit of the labels for regression; N arrays [words, labels] for tagging.
       labels: As in `Example.label`.
 
     Returns:
@@ -52,12 +52,19 @@ def predict(task: LabelledTask, outputs: Outputs) -> list:
     count = len(task.labels)
     if task.kind == "classification":
         return np.asarray(outputs)[:, :count].argmax(-1).tolist()
+    if task.kind == "multilabel":
+        return [tuple(np.flatnonzero(row[:count] > 0).tolist()) for row in map(np.asarray, outputs)]
     return [tuple(words[:, :count].argmax(-1).tolist()) for words in map(np.asarray, outputs)]
 
 
 def probabilities(task: LabelledTask, logits: np.ndarray) -> np.ndarray:
-    """Return the softmax [..., labels] of one example's logits, without padded columns."""
+    """Return the softmax [..., labels] of one example's logits, without padded columns.
+
+    For multilabel, the logistic function of each logit.
+    """
     logits = np.asarray(logits, np.float64)[..., : len(task.labels)]
+    if task.kind == "multilabel":
+        return 1 / (1 + np.exp(-logits))
     shares = np.exp(logits - logits.max(-1, keepdims=True))
     return shares / shares.sum(-1, keepdims=True)
 
@@ -87,11 +94,11 @@ def check_metrics(task: LabelledTask) -> None:
             value=task.metrics,
         )
     if "span_f1" in task.metrics:
-        odd = [tag for tag in task.labels if tag != "O" and not re.fullmatch("[BI]-.+", tag)]
+        odd = [tag for tag in task.labels if tag != "O" and not re.fullmatch("[BIES]-.+", tag)]
         if odd:
             raise ConfigError(
-                f"contains 'span_f1', which requires the tags O, B-… and I-…, but {task.name} has "
-                f"'{odd[0]}'. Use accuracy or macro_f1.",
+                f"contains 'span_f1', which requires the tags O, B-…, I-…, E-… and S-…, but "
+                f"{task.name} has '{odd[0]}'. Use accuracy or macro_f1.",
                 field="config.task.metrics",
                 value=task.metrics,
             )
@@ -126,11 +133,30 @@ def _f1(task: LabelledTask, predicted: list, labels: list) -> float:
     return float(f1_score(labels, predicted, pos_label=1, zero_division=0.0))
 
 
-def _macro_f1(task: LabelledTask, predicted: list, labels: list) -> float:
-    """Compute the mean F1 over labels that occur or are predicted."""
+def _several(task: LabelledTask, values: list) -> np.ndarray:
+    """Return the labels of multilabel rows as 0 and 1 [N, labels]."""
+    found = np.zeros((len(values), len(task.labels)), np.int64)
+    for row, indices in zip(found, values, strict=True):
+        row[list(indices)] = 1
+    return found
+
+
+def _micro_f1(task: LabelledTask, predicted: list, labels: list) -> float:
+    """Compute F1 over all pairs of text and label; 1 if there are none."""
     from sklearn.metrics import f1_score
 
-    predicted, labels = _flatten(task, predicted), _flatten(task, labels)
+    predicted, labels = _several(task, predicted), _several(task, labels)
+    return float(f1_score(labels, predicted, average="micro", zero_division=1.0))
+
+
+def _macro_f1(task: LabelledTask, predicted: list, labels: list) -> float:
+    """Compute the mean F1 over labels that occur or are predicted; for multilabel over all."""
+    from sklearn.metrics import f1_score
+
+    if task.kind == "multilabel":
+        predicted, labels = _several(task, predicted), _several(task, labels)
+    else:
+        predicted, labels = _flatten(task, predicted), _flatten(task, labels)
     return float(f1_score(labels, predicted, average="macro", zero_division=0.0))
 
 
@@ -157,27 +183,33 @@ def _span_f1(task: LabelledTask, predicted: list, labels: list) -> float:
     """Compute micro F1 of spans with correct type and boundaries; 1 if there are no spans."""
     right = found = gold = 0
     for predicted_tags, label_tags in zip(predicted, labels, strict=True):
-        ours = find_spans([task.labels[tag] for tag in predicted_tags])
-        theirs = find_spans([task.labels[tag] for tag in label_tags])
+        ours = {*find_spans([task.labels[tag] for tag in predicted_tags])}
+        theirs = {*find_spans([task.labels[tag] for tag in label_tags])}
         right += len(ours & theirs)
         found += len(ours)
         gold += len(theirs)
     return 2 * right / (found + gold) if found + gold else 1.0
 
 
-def find_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """Return the spans in tags O, B-type and I-type as (type, first, last + 1).
+_TAG = re.compile(r"(?:([BIES])-)?(.*)", re.DOTALL)
 
-    As in CoNLL's evaluation, an I- tag that does not continue a span of its type begins one.
+
+def find_spans(tags: Sequence[str | None]) -> list[tuple[str, int, int]]:
+    """Return the spans in tags IOB1, IOB2 or IOBES as (type, first, last + 1), in order.
+
+    By the rules of conlleval: I- and E- tags continue a span of their type that did not end with E-
+    or S-, and otherwise begin one. O and None are outside of spans. A type without prefix is read
+    as an I- tag.
     """
-    spans, start, kind = set(), 0, ""
+    spans, start, last, kind = [], 0, "O", ""
     for place, tag in enumerate([*tags, "O"]):
-        goes_on = kind and tag == f"I-{kind}"
+        prefix, own = ("O", "") if tag in (None, "O") else _TAG.fullmatch(tag).groups("I")
+        goes_on = prefix in ("I", "E") and last in ("B", "I") and own == kind
         if kind and not goes_on:
-            spans.add((kind, start, place))
-            kind = ""
-        if tag != "O" and not goes_on:
-            start, kind = place, tag[2:]
+            spans.append((kind, start, place))
+        if prefix != "O" and not goes_on:
+            start = place
+        last, kind = prefix, own
     return spans
 
 
@@ -185,7 +217,8 @@ METRICS: dict[str, Metric] = {
     "accuracy": Metric(("classification", "tagging"), _accuracy),
     "mcc": Metric(("classification",), _mcc),
     "f1": Metric(("classification",), _f1),
-    "macro_f1": Metric(("classification", "tagging"), _macro_f1),
+    "macro_f1": Metric(("classification", "multilabel", "tagging"), _macro_f1),
+    "micro_f1": Metric(("multilabel",), _micro_f1),
     "pearson": Metric(("regression",), _pearson),
     "spearman": Metric(("regression",), _spearman),
     "span_f1": Metric(("tagging",), _span_f1),

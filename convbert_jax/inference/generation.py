@@ -19,6 +19,7 @@ from convbert_jax import decoding as methods
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
 from convbert_jax.config.checks import check_asked
 from convbert_jax.config.sequences import DecodingSection
+from convbert_jax.data.input_rows import ArgumentError
 from convbert_jax.data.samplers import choose_buckets
 from convbert_jax.data.tasks.labelled_text import Example
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
@@ -280,6 +281,17 @@ class Writer:
 
         self._run = jax.jit(run, static_argnames=("method", "length"))
 
+        @jax.jit
+        def score(params, tokens, lengths):
+            inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
+            logits = nnx.merge(graphdef, params)(tokens, inside.astype(jnp.int32), dtype=dtype)
+            following = tokens[:, 1:, None]
+            own = jnp.take_along_axis(logits[:, :-1], following, axis=2)[..., 0]
+            values = own - jax.nn.logsumexp(logits[:, :-1], axis=2)
+            return jnp.where(inside[:, 1:], values, 0.0).sum(axis=1)
+
+        self._score = score
+
     @property
     def programs(self) -> int:
         """Number of compiled programs: one per shape and method."""
@@ -336,6 +348,35 @@ class Writer:
                 bar.update(len(used))
         return answers
 
+    def log_likelihood(self, texts: Sequence[str]) -> np.ndarray:
+        """Returns the log probability of each text after [CLS] under a language model, in nats [N].
+
+        The probability of the end of a text is not part of it.
+
+        Raises:
+          ArgumentError: a text has no tokens or is too long.
+        """
+        rows = []
+        for number, text in enumerate(self.texts.encode(texts)):
+            if text.problem or len(text.ids) < 2:
+                problem = text.problem or "has no tokens"
+                raise ArgumentError(f"{problem}.", field=f"texts[{number}]")
+            rows.append(text.ids)
+        found = np.zeros(len(rows), np.float64)
+        budget = self.config.decoding.batch_tokens
+        for batch in make_batches(
+            list(map(len, rows)), self.texts.longest[0], budget, exact=self._exact
+        ):
+            tokens = np.full((len(batch.places), batch.length), self.texts.source.special.pad)
+            lengths = np.zeros(len(batch.places), np.int32)
+            used = np.flatnonzero(batch.places >= 0)
+            for row in used:
+                ids = rows[batch.places[row]]
+                tokens[row, : len(ids)], lengths[row] = ids, len(ids)
+            values = self._score(self._params, tokens.astype(np.int32), lengths)
+            found[batch.places[used]] = np.asarray(values)[used]
+        return found
+
     def answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
         """Implements `predictor.Answer`.
 
@@ -377,7 +418,7 @@ class Writer:
             drawn[row] = numbers[place]
         begun = batch.length if self.texts.goes_on else 1
         length = begun + max_output_length(batch.length, decoding) + 1
-        if self.config.sequence.positions == "learned":
+        if self.config.model.position_embedding == "learned":
             limits = np.minimum(limits, self.config.model.positions)
             if not self.texts.goes_on:
                 length = min(length, self.config.model.positions)

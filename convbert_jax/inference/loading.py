@@ -1,6 +1,7 @@
 """Loads a run, a fine-tuned model or weights of other libraries (`convbert_jax.load`)."""
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from convbert_jax.finetuning.task import FinetuningError
 from convbert_jax.inference.generation import change_decoding
 from convbert_jax.inference.model import Model, ModelError, TextModel
 from convbert_jax.inference.predictor import Predictor
-from convbert_jax.interop import matching, sources
+from convbert_jax.interop import matching, sentence_transformers, sources
 from convbert_jax.interop.networks import Network, join, split
 from convbert_jax.interop.sources import read_tokenizer
 from convbert_jax.training import environment, partitioning
@@ -57,7 +58,7 @@ def read_finetuned(path: str, texts: int | None = None) -> tuple[Config, Any, To
         config = workdir.read_config()
         if config.recipe != "finetune":
             raise ConfigError(
-                f"{path} is a {config.recipe} run and cannot predict labels. Fine-tune it first "
+                f"a {config.recipe} run cannot predict labels. Fine-tune it first "
                 f"(--config.init_from={path}).",
                 path=path,
             )
@@ -71,9 +72,8 @@ def read_finetuned(path: str, texts: int | None = None) -> tuple[Config, Any, To
 def refuse_several(path: str) -> None:
     """Raises ConfigError if `path` is the workdir of fine-tuning instead of one of its models."""
     if inside := Workdir(path).models():
-        raise ConfigError(
-            f"{path} holds {len(inside)} models. Use one of them, as {inside[0]}.", path=path
-        )
+        problem = f"{path} holds {len(inside)} models. Use one of them, as {inside[0]}."
+        raise ConfigError(problem, path=path)
 
 
 def _check_texts(path: str, config: Config, texts: int | None) -> None:
@@ -86,7 +86,7 @@ def _check_texts(path: str, config: Config, texts: int | None) -> None:
             value=texts,
             path=path,
         )
-    if config.outputs.texts > config.model.types:
+    if config.outputs.texts > 1 and config.model.types == 1:
         raise ConfigError(f"{path} has one segment type and cannot read pairs of texts.", path=path)
 
 
@@ -159,13 +159,11 @@ def _tell_assumed(path: str, config: Config, network: Network) -> None:
             length,
         )
     elif "finetune.length" not in network.use:
-        behind = {"tagging": "; later words get no prediction", "span": " per window"}
         logging.warning(
-            "%s does not define the length of its texts; assuming up to %d tokens%s. To change "
+            "%s does not define the length of its texts; assuming windows of %d tokens. To change "
             'this, add {"convbert_jax": {"use": {"finetune.length": %d}}} to its config.json.',
             path,
             length,
-            behind.get(outputs.kind, ""),
             config.model.positions,
         )
     if config.encoder.reads_padding and "finetune.length" not in network.use:
@@ -294,20 +292,10 @@ def load(
         if vocabulary or texts:
             raise ModelError(f"{path} is a run; leave out `vocabulary` and `texts`.", path=path)
         return _load_run(path, workdir, step, dtype, average)
-    if average is not None:
-        raise ModelError(
-            f"is only supported for runs; {path} is not a run.",
-            field="average",
-            value=average,
-            path=path,
-        )
-    if step is not None:
-        raise ModelError(
-            f"is only supported for runs; {path} is not a run.",
-            field="step",
-            value=step,
-            path=path,
-        )
+    for field, value in (("average", average), ("step", step)):
+        if value is not None:
+            problem = f"is only supported for runs; {path} is not a run."
+            raise ModelError(problem, field=field, value=value, path=path)
     refuse_several(path)
     return _load_source(path, vocabulary, texts, dtype)
 
@@ -315,9 +303,9 @@ def load(
 def _load_run(
     path: str, workdir: Workdir, step: int | None, dtype: str | None, average: int | None
 ) -> Model | TextModel:
-    config = matching.for_any_machine(workdir.read_config(), path)
+    config = matching.for_any_machine(workdir.read_config_at(step), path)
     environment.enable_compile_cache(Config().train.compile_cache)
-    if average is not None and not config.writes_text:
+    if average is not None and not config.spec.generates:
         raise ModelError(
             f"is only supported for generative models; {path} is a run of "
             f"config.recipe='{config.recipe}'. Leave it out.",
@@ -326,21 +314,23 @@ def _load_run(
             path=path,
         )
     step = workdir.choose_step(step)
-    if config.writes_text:
+    if config.spec.generates:
         if average is not None:
             config = change_decoding(config, {"average": average})
         return TextModel(path, config, step, dtype=_choose_dtype(config, dtype))
     step, params = sources.read_params(workdir, config, step)
     is_finetuned = config.recipe == "finetune"
+    length = operator.attrgetter(config.spec.length)(config)
     return Model(
         path,
         config,
         split(config, params),
         read_tokenizer(workdir, config)[0],
         step=step,
-        length=config.finetune.length if is_finetuned else config.data.length,
+        length=length,
         dtype=_choose_dtype(config, dtype),
         finetuned_params=params if is_finetuned else None,
+        vectors=sentence_transformers.of_run(config),
     )
 
 
@@ -368,6 +358,9 @@ def _load_source(path: str, vocabulary: str | None, texts: int | None, dtype: st
     else:
         tokenizer, section = sources.open_vocabulary(path, source)
         config = dataclasses.replace(config, tokenizer=section)
+    vectors = sources.read_vectors(path, source)
+    if vectors and vectors.length:
+        length = min(length, vectors.length)
     return Model(
         path,
         config,
@@ -377,6 +370,7 @@ def _load_source(path: str, vocabulary: str | None, texts: int | None, dtype: st
         length=length,
         dtype=_choose_dtype(config, dtype),
         finetuned_params=params,
+        vectors=vectors,
     )
 
 

@@ -1,6 +1,8 @@
 """The models that `convbert_jax.load` returns: `Model` for encoders, `TextModel` for generation."""
 
 import functools
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
@@ -18,23 +20,29 @@ from convbert_jax.data.input_rows import (
     as_texts,
     whole_number,
 )
-from convbert_jax.data.tasks.labelled_text import Rows, encode_texts, pad_rows
+from convbert_jax.data.tasks.labelled_text import Encoded, Rows, encode_texts, pad_rows
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.inference import stream
+from convbert_jax.finetuning.scoring import find_spans
+from convbert_jax.inference import search, stream
 from convbert_jax.inference.generation import Writer, change_decoding, read_mean
 from convbert_jax.inference.network import (
     POOLINGS,
     NetworkOnDevice,
+    log_probability,
     predict_masked,
     predict_replaced,
+    take,
 )
 from convbert_jax.inference.predictor import Predictor, QuestionAnswerer, make_predictor
 from convbert_jax.inference.texts import Filled, encode_masked, fill_mask, mask_token
 from convbert_jax.interop.networks import Network
+from convbert_jax.interop.sentence_transformers import VectorConfig
+from convbert_jax.interop.sentence_transformers import normalize as normalize_vectors
 from convbert_jax.interop.sources import read_tokenizers
 from convbert_jax.workdir import Workdir
 
 Text = str | Sequence[str]  # one, or a pair as ("first", "second")
+_WORD = re.compile(r"\w+|[^\w\s]")
 _AT_ONCE = 4_096  # texts that are tokenized and computed together
 
 
@@ -51,6 +59,16 @@ class Suspect(TypedDict):
     probability: float
 
 
+class Entity(TypedDict):
+    """A named entity in a text."""
+
+    text: str
+    label: str  # its type, a tag without prefix
+    start: int  # its first character in the text
+    end: int  # exclusive
+    probability: float  # of the least probable of its tags
+
+
 class Model:
     """Weights and tokenizer; created by `convbert_jax.load`.
 
@@ -61,7 +79,9 @@ class Model:
       tokenizer: converts texts to token ids and back.
       networks: "main", the encoder, and "generator" if present, on the host.
       length: maximum tokens of a row, including [CLS] and [SEP]; longer texts are truncated. For a
-        run the length of its training rows, else the positions of the model.
+        run the length of its training rows, for a sentence-transformers folder its max_seq_length,
+        else the positions of the model.
+      vectors: how `encode` computes vectors by default.
     """
 
     def __init__(
@@ -75,14 +95,17 @@ class Model:
         length: int,
         dtype: jnp.dtype,
         finetuned_params: Any = None,
+        vectors: VectorConfig | None = None,
     ):
         """
         Args:
           dtype: dtype of the computation; results are float32.
           finetuned_params: parameters for `config` of a fine-tuned model.
+          vectors: None for a model that was not trained to give vectors.
         """
         self.path, self.config, self.networks = path, config, networks
         self.tokenizer, self.step, self.length = tokenizer, step, length
+        self.vectors = vectors or VectorConfig()
         self._dtype = dtype
         self._finetuned_params = finetuned_params
         self._on_device: dict[str, NetworkOnDevice] = {}
@@ -134,19 +157,25 @@ class Model:
         self,
         texts: Text | Sequence[Text],
         *,
-        pooling: Literal["mean", "cls", "none"] = "mean",
+        pooling: Literal["mean", "cls", "none"] | None = None,
+        normalize: bool | None = None,
+        prompt: str = "",
         length: int | None = None,
         batch_size: int = 64,
     ) -> np.ndarray | list[np.ndarray]:
         """Returns hidden states of the last layer of the encoder (discriminator) as float32.
 
-        The result for a text does not depend on other texts of its batch, except for rounding.
+        The result for a text does not depend on other texts of its batch, except for rounding. The
+        defaults are `self.vectors`: the settings of a sentence-transformers folder; config.pooling
+        and normalization for a run of config.recipe=embedding; else the mean without normalization.
 
         Args:
           texts: texts, or pairs of texts as tuples; a single string is one text.
-          pooling: "mean" over all tokens including [CLS] and [SEP], recommended without
-            fine-tuning; "cls" for the first token, which a fine-tuned head reads; "none" for all
-            tokens of `tokenize`.
+          pooling: "mean" over all tokens including [CLS] and [SEP]; "cls" for the first token,
+            which a fine-tuned head reads; "none" for all tokens of `tokenize`.
+          normalize: whether to divide each vector by its L2 norm. The default is False for
+            pooling="none".
+          prompt: name of a prompt in `self.vectors.prompts`, whose text is put before each text.
           length: maximum tokens of a row, default `self.length`; longer texts are truncated and
             their number is logged.
           batch_size: maximum rows of a batch.
@@ -155,7 +184,7 @@ class Model:
           [N, C]; with "none" a list of [tokens, C]; for a single string its array.
 
         Raises:
-          ModelError: `pooling` is unknown.
+          ModelError: `pooling` or `prompt` is unknown.
           ArgumentError: `texts`, `length` or `batch_size` is invalid.
 
         >>> model.encode(["a text", "another", ("two", "texts")]).shape
@@ -163,15 +192,20 @@ class Model:
         >>> model.encode("a text", pooling="none").shape == (len(model.tokenize("a text")), 32)
         True
         """
+        pooling = self.vectors.pooling if pooling is None else pooling
         if not isinstance(pooling, str) or pooling not in POOLINGS:
             raise ModelError(
                 f"is unknown. Choose from {', '.join(POOLINGS)}.",
                 field="pooling",
                 value=pooling,
             )
+        if normalize is None:
+            normalize = self.vectors.normalize and pooling != "none"
         length = self._check_length(length)
         batch_size = whole_number("batch_size", batch_size, 1)
         examples, single = as_texts(texts)
+        if start := self._prompt(prompt):
+            examples = [(start + first, *rest) for first, *rest in examples]
         found: list[np.ndarray] = []
         for chunk in _chunks(examples):
             rows = self._encode_texts(chunk, length)
@@ -180,13 +214,56 @@ class Model:
             if pooling == "none":
                 # a view would keep the padding of its whole batch in memory
                 vectors = [v[:n].copy() for v, n in zip(vectors, rows.lengths, strict=True)]
-            found += list(vectors)
+            found += map(normalize_vectors, vectors) if normalize else list(vectors)
         if single:
             return found[0]
         if pooling == "none":
             return found
         width = self.networks["main"].encoder.hidden_size
         return np.stack(found) if found else np.zeros((0, width), np.float32)
+
+    def encode_queries(self, texts: str | Sequence[str], *, batch_size: int = 64) -> np.ndarray:
+        """Returns vectors of queries: `encode` with the prompt "query", if the model has it.
+
+        Arguments, shapes and errors: see `encode`.
+        """
+        return self._encode_role(texts, ("query",), batch_size)
+
+    def encode_documents(self, texts: str | Sequence[str], *, batch_size: int = 64) -> np.ndarray:
+        """Returns vectors of documents: `encode` with the prompt "document", or "passage", if any.
+
+        Arguments, shapes and errors: see `encode`.
+        """
+        return self._encode_role(texts, ("document", "passage"), batch_size)
+
+    def _encode_role(self, texts, roles: tuple[str, ...], batch_size: int) -> np.ndarray:
+        prompt = next((role for role in roles if role in self.vectors.prompts), "")
+        return self.encode(texts, prompt=prompt, batch_size=batch_size)
+
+    def index(self, texts: Sequence[str], *, batch_size: int = 64) -> search.Index:
+        """Computes the vectors of documents for a search; see `search.Index`.
+
+        Args:
+          batch_size: see `encode`.
+
+        Raises:
+          ArgumentError: `texts` are not single texts.
+
+        >>> model.index(["a text", "another"])
+        <Index of 2 texts, 32 channels>
+        """
+        texts, _ = as_single_texts(texts)
+        vectors = self.encode_documents(texts, batch_size=batch_size)
+        return search.Index(texts, vectors, self.encode_queries)
+
+    def load_index(self, folder: str | os.PathLike) -> search.Index:
+        """Reads an index that `search.Index.save` wrote.
+
+        Raises:
+          SearchError: there is no index, or it was made by another model.
+          DamagedFileError: a file is damaged.
+        """
+        return search.load(folder, self.encode_documents, self.encode_queries)
 
     def fill_mask(
         self,
@@ -297,6 +374,82 @@ class Model:
                                         probability=float(s)) for t, p, s in tokens])  # fmt: skip
         return results[0] if single else results
 
+    def log_likelihood(
+        self,
+        texts: str | Sequence[str],
+        *,
+        by: Literal["masked_words", "replaced_tokens"] | None = None,
+        length: int | None = None,
+        batch_size: int = 64,
+    ) -> float | np.ndarray:
+        """Returns how probable texts are, as the sum over their tokens, in nats.
+
+        Args:
+          by: "masked_words": log probability of each token if it alone is masked, by the generator
+            or a masked language model (pseudo-log-likelihood, Salazar et al., 2020, equation 3);
+            "replaced_tokens": log probability of the discriminator that a token is original, a
+            single pass. Default: the first that the model has.
+          length, batch_size: see `encode`.
+
+        Returns:
+          [N]; a number for a single string.
+
+        Raises:
+          ModelError: the model has no head for it.
+          ArgumentError: `texts` are not single texts.
+        """
+        by = by or next(iter(self.likelihoods), "masked_words")
+        if by not in self.likelihoods:
+            raise ModelError(
+                f"is not possible with {self.path}; its heads allow: "
+                f"{', '.join(self.likelihoods) or 'none'}.",
+                field="by",
+                value=by,
+            )
+        length = self._check_length(length)
+        batch_size = whole_number("batch_size", batch_size, 1)
+        examples, single = as_texts(texts)
+        measure = {"masked_words": self._score_masked, "replaced_tokens": self._score_replaced}[by]
+        found = [np.zeros(0)]
+        for chunk in _chunks(examples):
+            found.append(measure(self._encode_texts(chunk, length), batch_size))
+        values = np.concatenate(found)
+        return float(values[0]) if single else values
+
+    @property
+    def likelihoods(self) -> tuple[str, ...]:
+        """Values of `by` in `log_likelihood` that the heads support."""
+        masked = any(self._has(name, "mlm_head") for name in self.networks)
+        replaced = self._has("main", "rtd_head")
+        return ("masked_words",) * masked + ("replaced_tokens",) * replaced
+
+    def _score_masked(self, rows: Rows, batch_size: int) -> np.ndarray:
+        name = next(n for n in ("generator", "main") if self._has(n, "mlm_head"))
+        # one row for each token of each text, without [CLS] and [SEP]
+        texts = np.repeat(np.arange(len(rows)), rows.lengths - 2)
+        starts = np.cumsum([0, *(rows.lengths[:-1] - 2)])
+        places = np.arange(len(texts)) - starts[texts] + 1
+        masked = take(rows, texts)
+        tokens = masked.by_token["tokens"]
+        each = np.arange(len(texts))
+        targets = tokens[each, places].copy()
+        tokens[each, places] = self.tokenizer.special.mask
+        masked = masked.with_columns(place=places.astype(np.int32), target=targets)
+        found = self.network(name).apply(
+            masked, log_probability, self.tokenizer.vocab_size, batch_size=batch_size
+        )
+        values = np.asarray(found["value"]) if len(texts) else np.zeros(0)
+        return np.bincount(texts, weights=values, minlength=len(rows))
+
+    def _score_replaced(self, rows: Rows, batch_size: int) -> np.ndarray:
+        found = self.network("main").apply(rows, predict_replaced, batch_size=batch_size)
+        return np.asarray(
+            [
+                np.log1p(-np.minimum(values[1 : n - 1], 1 - 1e-7).astype(np.float64)).sum()
+                for values, n in zip(found["probability"], rows.lengths, strict=True)
+            ]
+        )
+
     def predict(self, rows: Any) -> list[dict[str, Any]] | dict[str, Any]:
         """Predicts rows with a fine-tuned model; returns the records that `--mode=predict` writes.
 
@@ -329,6 +482,80 @@ class Model:
             found += stream.answer_rows(chunk, predictor.answer, reads)
         return found[0] if single else found
 
+    @property
+    def reranks(self) -> bool:
+        """Whether the model was fine-tuned on pairs of texts with a number or two labels."""
+        outputs = self.config.outputs
+        two = outputs.kind == "classification" and len(outputs.labels) == 2
+        scores = two or outputs.kind == "regression"
+        return self._finetuned_params is not None and outputs.texts == 2 and scores
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[search.Hit]:
+        """Sorts documents by a model that was fine-tuned on pairs of query and document.
+
+        Returns:
+          The documents with their score, the highest first: the number of a regression, or the
+          probability of the second label.
+
+        Raises:
+          ModelError: the model does not read pairs, or has neither a number nor two labels.
+          ArgumentError: `documents` are not texts, or a text is empty.
+        """
+        if not self.reranks:
+            raise ModelError(
+                f"{self.path} cannot rerank. Fine-tune an encoder on pairs of texts with a number "
+                "or two labels.",
+                path=self.path,
+            )
+        outputs = self.config.outputs
+        documents, _ = as_single_texts(documents)
+        records = self.predict([(query, document) for document in documents])
+        for number, record in enumerate(records):
+            if "error" in record:
+                raise ArgumentError("or the query is empty.", field=f"documents[{number}]")
+        values = [
+            record["probabilities"][outputs.labels[1]]
+            if outputs.kind == "classification"
+            else record["prediction"]
+            for record in records
+        ]
+        order = np.argsort([-value for value in values], kind="stable").tolist()
+        return [search.Hit(place, documents[place], values[place]) for place in order]
+
+    def entities(self, texts: str | Sequence[str]) -> list[Entity] | list[list[Entity]]:
+        """Finds named entities with a model that was fine-tuned for tagging.
+
+        Words are sequences of letters and digits; each other character except blanks is a word of
+        its own. Texts may be longer than `length`: they are tagged in windows.
+
+        Returns:
+          The entities of a single text in order, or a list of these for each text. [] for a text
+          without words.
+
+        Raises:
+          ModelError: the model does not tag words.
+          ArgumentError: `texts` are not single texts.
+        """
+        if self.config.outputs.kind != "tagging" or self._finetuned_params is None:
+            raise ModelError(
+                f"{self.path} does not tag words. Fine-tune an encoder with configs/ner.py.",
+                path=self.path,
+            )
+        texts, single = as_single_texts(texts)
+        words = [list(_WORD.finditer(text)) for text in texts]
+        found: list[list[Entity]] = [[] for _ in texts]
+        places = [place for place, of_text in enumerate(words) if of_text]
+        records = self.predict([[word[0] for word in words[place]] for place in places])
+        for place, record in zip(places, records, strict=True):
+            for label, first, end in find_spans(record["prediction"]):
+                start, stop = words[place][first].start(), words[place][end - 1].end()
+                probability = min(record["probabilities"][first:end])
+                found[place].append(
+                    Entity(text=texts[place][start:stop], label=label, start=start, end=stop,
+                           probability=probability)
+                )  # fmt: skip
+        return found[0] if single else found
+
     @functools.cached_property
     def _predictor(self) -> tuple[Predictor | QuestionAnswerer, input_rows.ModelInput]:
         if self._finetuned_params is None:
@@ -349,12 +576,29 @@ class Model:
             self._on_device[name] = NetworkOnDevice(self.networks[name], self._dtype)
         return self._on_device[name]
 
+    def _prompt(self, name: str) -> str:
+        """Returns the text of a prompt; "" names the default prompt, or none."""
+        prompts, name = self.vectors.prompts, name or self.vectors.default_prompt
+        if name and (not isinstance(name, str) or name not in prompts):
+            raise ModelError(
+                f"is not a prompt of {self.path}; it has {', '.join(prompts) or 'none'}.",
+                field="prompt",
+                value=name,
+            )
+        return prompts.get(name, "")
+
     def _check_length(self, length: int | None) -> int:
         positions = self.networks["main"].embeddings.positions
         length = self.length if length is None else length
         return whole_number("length", length, 4, positions, "positions of the model")
 
     def _encode_texts(self, texts: Sequence[tuple[str, ...]], length: int) -> Rows:
+        encoded = self.to_rows(texts, length)
+        self._tell_cut(encoded.truncated, len(texts), length)
+        return encoded.rows
+
+    def to_rows(self, texts: Sequence[tuple[str, ...]], length: int) -> Encoded:
+        """Encodes tuples of one or two texts as rows of at most `length` tokens, in order."""
         types = self.networks["main"].embeddings.types
         parts, places = [], []
         for count in (1, 2):
@@ -363,14 +607,14 @@ class Model:
                 chosen = [texts[place] for place in of_kind]
                 parts.append(encode_texts(self.tokenizer, chosen, length=length, types=types))
                 places += of_kind
-        self._tell_cut(sum(part.truncated for part in parts), len(texts), length)
         order = np.argsort(places)
         joined = [part.rows for part in parts]
         by_token = {
             name: np.concatenate([rows.by_token[name] for rows in joined])[order]
             for name in ("tokens", "type_ids")
         }
-        return Rows(np.concatenate([rows.lengths for rows in joined])[order], by_token)
+        rows = Rows(np.concatenate([rows.lengths for rows in joined])[order], by_token)
+        return Encoded(rows, sum(part.truncated for part in parts))
 
     def _cut(self, texts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
         special = self.tokenizer.special
@@ -486,6 +730,33 @@ class TextModel:
         `translate`; a prompt may be empty.
         """
         return self._write(self.config.recipe, "write", texts, decoding)
+
+    @property
+    def likelihoods(self) -> tuple[str, ...]:
+        """Like `Model.likelihoods`: a language model predicts each token from the earlier ones."""
+        return ("next_tokens",) if self.config.recipe == "causal_lm" else ()
+
+    def log_likelihood(
+        self, texts: str | Sequence[str], *, by: Literal["next_tokens"] | None = None
+    ) -> float | np.ndarray:
+        """Returns the log probability of texts under a language model, in nats.
+
+        Returns:
+          [N]; a number for a single string. It includes the first token but not the end.
+
+        Raises:
+          ModelError: the model is not a language model.
+          ArgumentError: `texts` are not single texts, or one has no tokens or is too long.
+        """
+        if (by or "next_tokens") not in self.likelihoods:
+            raise ModelError(
+                f"{self.path} has no likelihood {by or 'of texts'}; language models "
+                "(config.recipe=causal_lm) have next_tokens.",
+                path=self.path,
+            )
+        given, single = as_single_texts(texts)
+        values = self._writer.log_likelihood(given)
+        return float(values[0]) if single else values
 
     def encode(self, *_: Any, **__: Any) -> None:
         """Raises ModelError: only encoders have embeddings."""

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from convbert_jax.config import EncoderConfig, mixers
+from convbert_jax.config import EncoderConfig
 from convbert_jax.data.samplers import choose_buckets
 from convbert_jax.data.tasks.labelled_text import Rows
 from convbert_jax.finetuning.fitting import predict_rows
-from convbert_jax.inference.predictor import choose_batch_sizes
+from convbert_jax.inference.predictor import choose_batch_sizes, several_batch_sizes
 from convbert_jax.interop.networks import Network, make_modules, stack, to_tree
+from convbert_jax.objectives.contrastive import pool
 from convbert_jax.ops import dispatch
 from convbert_jax.training import environment, memory
 
@@ -89,6 +90,7 @@ class NetworkOnDevice:
         *,
         batch_size: int,
         capture: tuple[str, ...] = (),
+        several_sizes: bool = False,
     ) -> dict[str, list[np.ndarray]]:
         """Applies the network and `finish` to all rows.
 
@@ -100,6 +102,8 @@ class NetworkOnDevice:
           option: hashable static argument of `finish`.
           batch_size: maximum rows of a batch.
           capture: names that a layer offers, see `Encoder`.
+          several_sizes: use batches of several sizes, which need less padding for few rows, but
+            more programs.
 
         Returns:
           For each name a list of one array per row, in order. Their length axis is padded to the
@@ -114,22 +118,23 @@ class NetworkOnDevice:
             "pass fewer or shorter texts at once, in Python by batch_size and length",
             lambda: memory.find_state(self._params),
         ):
-            return self._apply(rows, finish, option, batch_size, capture)
+            choose = functools.partial(choose_batch_sizes, len(rows))
+            choose = several_batch_sizes if several_sizes else choose
+            sizes_of = functools.partial(choose, batch_size)
+            return self._apply(rows, finish, option, sizes_of, capture)
 
-    def _apply(self, rows, finish, option, batch_size, capture) -> dict[str, list[np.ndarray]]:
+    def _apply(self, rows, finish, option, sizes_of, capture) -> dict[str, list[np.ndarray]]:
         def run(batch):
             return self.run(batch, finish, option, capture)
 
         if not self._reads_padding:
-            buckets = _buckets(rows)
-            sizes = choose_batch_sizes(len(rows), batch_size, buckets)
-            return predict_rows(run, rows, buckets=buckets, batch_size=sizes)
+            buckets = find_buckets(rows.by_token["tokens"].shape[1])
+            return predict_rows(run, rows, buckets=buckets, batch_size=sizes_of(buckets))
         found: dict[str, list] = {}
         for length in np.unique(rows.lengths):
             places = np.flatnonzero(rows.lengths == length)
             chosen = take(rows, places)
-            sizes = choose_batch_sizes(len(rows), batch_size, (length,))
-            outputs = predict_rows(run, chosen, buckets=(length,), batch_size=sizes)
+            outputs = predict_rows(run, chosen, buckets=(length,), batch_size=sizes_of((length,)))
             for name, values in outputs.items():
                 kept = found.setdefault(name, [None] * len(rows))
                 for place, value in zip(places, values, strict=True):
@@ -151,25 +156,15 @@ def _of_single_rows(encoder: EncoderConfig) -> EncoderConfig:
     unrolled: XLA slices the stacked parameters of unrolled layers in slow loops and compiles three
     times as long.
     """
-    stages = tuple(
-        dataclasses.replace(
-            stage,
-            layer=dataclasses.replace(
-                stage.layer, mixer=mixers.change(stage.layer.mixer, mask_convolution=True)
-            ),
-        )
-        for stage in encoder.stages
-    )
     unroll = 1 if dispatch.platform() == "cpu" else encoder.scan_unroll
-    return dataclasses.replace(encoder, stages=stages, scan_unroll=unroll)
+    return dataclasses.replace(encoder.with_mixers(mask_convolution=True), scan_unroll=unroll)
 
 
-def _buckets(rows: Rows) -> tuple[int, ...]:
-    """Returns bucket lengths: powers of two and the width of the rows.
+def find_buckets(width: int) -> tuple[int, ...]:
+    """Returns bucket lengths for rows of `width` tokens: powers of two and `width`.
 
     On a CPU also the midpoints, because padding costs as much as tokens.
     """
-    width = rows.by_token["tokens"].shape[1]
     lengths = [16 << i for i in range(width.bit_length())]
     if dispatch.platform() == "cpu":
         lengths += [8, 12, *(length * 3 // 2 for length in lengths)]
@@ -177,13 +172,11 @@ def _buckets(rows: Rows) -> tuple[int, ...]:
 
 
 def _mean(parts, hidden, batch, _):
-    real = (batch["segment_ids"] > 0)[..., None]
-    total = jnp.where(real, hidden.astype(jnp.float32), 0.0).sum(axis=1)
-    return {"vectors": total / real.sum(axis=1)}
+    return {"vectors": pool(hidden, batch["segment_ids"], "mean")}
 
 
 def _first(parts, hidden, batch, _):
-    return {"vectors": hidden[:, 0].astype(jnp.float32)}
+    return {"vectors": pool(hidden, batch["segment_ids"], "cls")}
 
 
 def _all(parts, hidden, batch, _):
@@ -207,6 +200,18 @@ def predict_masked(parts, hidden, batch, option):
     logits = parts["mlm_head"](picked, parts["embeddings"])[..., :entries]
     scores, tokens = jax.lax.top_k(jax.nn.softmax(logits), top_k)
     return {"scores": scores, "tokens": tokens}
+
+
+def log_probability(parts, hidden, batch, entries):
+    """Returns the log probability of batch["target"] [B] at batch["place"] [B].
+
+    Args:
+      entries: number of vocabulary entries.
+    """
+    picked = jnp.take_along_axis(hidden, batch["place"][:, None, None], axis=1)
+    logits = parts["mlm_head"](picked, parts["embeddings"])[:, 0, :entries]
+    own = jnp.take_along_axis(logits, batch["target"][:, None], axis=1)[:, 0]
+    return {"value": own - jax.nn.logsumexp(logits, axis=1)}
 
 
 def captured(parts, encoded, batch, _):

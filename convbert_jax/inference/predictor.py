@@ -1,17 +1,19 @@
 """Predictions with a fine-tuned model: classification, regression, tagging, question answering."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
 from flax import nnx
 
 from convbert_jax.config import Config
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.tasks.labelled_text import Encoded, Example, LabelledTask, Rows
+from convbert_jax.data.tasks.labelled_text import Example, LabelledTask, Rows
 from convbert_jax.data.tasks.squad import Question
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.finetuning import classification, fitting, question_answering, scoring
@@ -51,6 +53,15 @@ def choose_batch_sizes(count: int, largest: int, buckets: Sequence[int]) -> tupl
     return tuple(max(1, min(size, tokens // length)) for length in buckets)
 
 
+def several_batch_sizes(largest: int, buckets: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Returns several batch sizes for each length in `buckets`, for `evaluation_batches`.
+
+    They waste less padding on few rows than `choose_batch_sizes`, but more programs are compiled.
+    """
+    bounds = choose_batch_sizes(largest, largest, buckets)
+    return tuple((*(4**i for i in range(5) if 4**i < most), most) for most in bounds)
+
+
 def explain_out_of_memory(params: Params) -> contextlib.AbstractContextManager[None]:
     """Explains out-of-memory errors inside the block, with advice for predictions."""
     advice = (
@@ -60,26 +71,55 @@ def explain_out_of_memory(params: Params) -> contextlib.AbstractContextManager[N
     return memory.explain_out_of_memory("predicting", advice, lambda: memory.find_state(params))
 
 
-class Predictor:
-    """A fine-tuned model for classification, regression or tagging."""
+class _Compiled:
+    """A compiled fine-tuned model.
 
-    def __init__(self, config: Config, params: Params, tokenizer: Tokenizer, dtype: jnp.dtype):
-        """Compiles the model; `config.outputs.kind` must not be "span"."""
-        self.outputs = config.outputs
-        self._config = config
-        self._tokenizer = tokenizer
-        self._told_cut = False
+    Attributes:
+      outputs: `config.outputs`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        params: Params,
+        tokenizer: Tokenizer,
+        forward: Callable[[FinetunedModel, Any], dict[str, jax.Array]],
+    ):
+        """
+        Args:
+          forward: (model, batch) -> arrays [B, ...] by name.
+        """
+        self.outputs, self._config, self._tokenizer = config.outputs, config, tokenizer
+        self._told_cut = False  # truncations are logged once, not for every line of a pipe
         graphdef, _ = build(FinetunedModel, config)
-        constants = classification.constants_of(self.outputs, len(self.outputs.labels))
 
         @jax.jit
         def run(params, batch):
-            model = nnx.merge(graphdef, params)
-            found = classification.predict_logits(model, {**batch, **constants}, dtype=dtype)
+            found = forward(nnx.merge(graphdef, params), batch)
             return jax.tree.map(lambda leaf: leaf[None], found)
 
         self._params = memory.put_on_device(params)
         self._run = lambda batch: run(self._params, batch)
+
+    def _predict_rows(self, rows: Rows) -> dict[str, list[np.ndarray]]:
+        """Returns the arrays of `forward` for each row, in order."""
+        buckets, largest = fitting.buckets_of(self._config), self._config.finetune.eval_batch_size
+        sizes = choose_batch_sizes(len(rows), largest, buckets)
+        with explain_out_of_memory(self._params):
+            return fitting.predict_rows(self._run, rows, buckets=buckets, batch_size=sizes)
+
+
+class Predictor(_Compiled):
+    """A fine-tuned model for classification, regression or tagging."""
+
+    def __init__(self, config: Config, params: Params, tokenizer: Tokenizer, dtype: jnp.dtype):
+        """Compiles the model; `config.outputs.kind` must not be "span"."""
+        constants = classification.constants_of(config.outputs, len(config.outputs.labels))
+
+        def forward(model, batch):
+            return classification.predict_logits(model, {**batch, **constants}, dtype=dtype)
+
+        super().__init__(config, params, tokenizer, forward)
 
     def predict(self, examples: Sequence[Example]) -> scoring.Outputs:
         """Returns outputs for `scoring.score`, in the order of the examples."""
@@ -89,54 +129,62 @@ class Predictor:
         encoded = classification.encode_examples(
             examples, self.outputs, self._config, self._tokenizer
         )
-        rows = encoded.rows
-        if encoded.truncated and not self._told_cut:  # log once, not for every line of a pipe
+        # Long sentences are tagged in windows.
+        if encoded.truncated and not self._told_cut and self.outputs.kind != "tagging":
             self._told_cut = True
-            self._tell_cut(encoded, examples)
-        buckets = fitting.buckets_of(self._config)
-        largest = self._config.finetune.eval_batch_size
-        with explain_out_of_memory(self._params):
-            found = fitting.predict_rows(
-                self._run,
-                rows,
-                buckets=buckets,
-                batch_size=choose_batch_sizes(len(rows), largest, buckets),
-            )
-        words = [len(example.texts[0].split(" ")) for example in examples]
-        return rows, classification.in_label_units(self.outputs, rows, found, words)
-
-    def _tell_cut(self, encoded: Encoded, examples: Sequence[Example]) -> None:
-        task, length = self.outputs.task, self._config.finetune.length
-        if self.outputs.kind != "tagging":
             logging.warning(
                 "%s: truncated %d of %d texts to %d tokens. Further truncations are not logged.",
-                task,
+                self.outputs.task,
                 encoded.truncated,
                 len(examples),
-                length,
+                self._config.finetune.length,
             )
-            return
-        for example, read in zip(examples, classification.words_read(encoded.rows), strict=True):
-            words = len(example.texts[0].split(" "))
-            if read < words:
-                logging.warning(
-                    "%s: %d of %d words of row %s are beyond the limit of %d tokens; their "
-                    "prediction and probability are null. Further truncations are not logged.",
-                    task,
-                    words - read,
-                    words,
-                    example.id,
-                    length,
-                )
-                return
+        found = self._predict_rows(encoded.rows)
+        words = [len(example.texts[0].split(" ")) for example in examples]
+        units = classification.in_label_units(self.outputs, encoded.rows, found, words)
+        return encoded.rows, units
 
     def answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
         """Predicts examples; implements `Answer`.
 
         Returns:
           For each example a dict of `prediction` and, except for regression, `probabilities`. For
-          tagging these are lists per word, with None for truncated words.
+          tagging these are lists per word, with None for a word that does not fit into a row.
         """
+        if self.outputs.kind == "tagging":
+            return self._tag(examples)
+        return self._describe(examples)[1]
+
+    def _tag(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
+        """Tags sentences of any length; long ones in windows that overlap by half.
+
+        In an overlap, the window that has more words around a word decides.
+        """
+        sentences = [example.texts[0].split(" ") for example in examples]
+        said = [
+            {name: [None] * len(words) for name in ("prediction", "probabilities")}
+            for words in sentences
+        ]
+        pending = [(index, 0, 0) for index in range(len(examples))]
+        while pending:
+            windows = [
+                Example(examples[index].id, (" ".join(sentences[index][start:]),), None)
+                for index, start, _ in pending
+            ]
+            rows, found = self._describe(windows)
+            counts, windows = classification.words_read(rows), pending
+            pending = []
+            for (index, start, first), line, read in zip(windows, found, counts, strict=True):
+                for name, values in line.items():
+                    said[index][name][first : start + read] = values[first - start : read]
+                end = start + int(read)
+                if end >= len(sentences[index]):
+                    continue
+                following = max(start + 1, end - read // 2)
+                pending.append((index, following, max(following, end - read // 4)))
+        return said
+
+    def _describe(self, examples: Sequence[Example]) -> tuple[Rows, list[dict[str, Any]]]:
         outputs = self.outputs
         regression = outputs.kind == "regression"
         task = LabelledTask(
@@ -151,35 +199,19 @@ class Predictor:
         rows, found = self._predict(examples)
         described = prediction_files.describe_examples(task, examples, found)
         names = ("prediction", "probabilities")
-        said = [{name: line[name] for name in names if name in line} for line in described]
-        if outputs.kind == "tagging":
-            for line, read in zip(said, classification.words_read(rows), strict=True):
-                for values in line.values():
-                    values[read:] = [None] * (len(values) - read)
-        return said
+        return rows, [{name: line[name] for name in names if name in line} for line in described]
 
 
-class QuestionAnswerer:
+class QuestionAnswerer(_Compiled):
     """An extractive question answering model; with SQuAD 2.0 it may predict no answer."""
 
     def __init__(self, config: Config, params: Params, tokenizer: Tokenizer, dtype: jnp.dtype):
         """Compiles the model; `config.outputs.kind` must be "span"."""
         head = config.outputs.head
-        self._config = config
-        self._tokenizer = tokenizer
-        self._told_cut = False
         second = question_answering.VERSIONS.get(config.outputs.task) == "v2"
         self._threshold = THRESHOLDS[head] if second else None
-        graphdef, _ = build(FinetunedModel, config)
-        spans = question_answering.predict_with(head, config)
-
-        @jax.jit
-        def run(params, batch):
-            found = spans(nnx.merge(graphdef, params), batch, dtype=dtype)
-            return jax.tree.map(lambda leaf: leaf[None], found)
-
-        self._params = memory.put_on_device(params)
-        self._run = lambda batch: run(self._params, batch)
+        spans = functools.partial(question_answering.predict_with(head, config), dtype=dtype)
+        super().__init__(config, params, tokenizer, spans)
 
     def answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
         """Answers (question, context) pairs.
@@ -208,7 +240,7 @@ class QuestionAnswerer:
         questions = [Question(example.id, *example.texts) for example in examples]
         reading = question_answering.read_questions(questions, config, self._tokenizer, None)
         if reading.windows.cut_questions and not self._told_cut:
-            self._told_cut = True  # log once, not for every line of a pipe
+            self._told_cut = True
             logging.warning(
                 "%s: truncated %d of %d questions to %d tokens. Further truncations are not "
                 "logged.",
@@ -217,14 +249,7 @@ class QuestionAnswerer:
                 len(questions),
                 config.finetune.query_length,
             )
-        buckets, largest = fitting.buckets_of(config), config.finetune.eval_batch_size
-        with explain_out_of_memory(self._params):
-            found = fitting.predict_rows(
-                self._run,
-                reading.rows,
-                buckets=buckets,
-                batch_size=choose_batch_sizes(len(reading.rows), largest, buckets),
-            )
+        found = self._predict_rows(reading.rows)
         lines = []
         for answer in question_answering.collect(reading, found, config):
             text = answer.text(self._threshold)

@@ -153,8 +153,9 @@ def _flatten(line: Mapping[str, Any]) -> dict[str, Any]:
         if row.keys().isdisjoint(("text", "text1", "text2", *names)):
             del row["texts"]
             row |= zip(names, texts, strict=True)
-    if isinstance(row.get("prediction"), list):  # tags of words; truncated words have None
-        row["prediction"] = " ".join(tag for tag in row["prediction"] if tag is not None)
+    if isinstance(row.get("prediction"), list):  # labels, or tags of words; None: without a tag
+        space = "|" if isinstance(probabilities, dict) else " "
+        row["prediction"] = space.join(tag for tag in row["prediction"] if tag is not None)
     if _are_texts(row.get("words")):
         row["words"] = " ".join(row["words"])
     return row

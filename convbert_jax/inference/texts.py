@@ -13,9 +13,9 @@ from typing import ClassVar, NamedTuple, TypedDict
 
 from convbert_jax.config import Config
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.data.tokenizer.wordpiece_model import INSIDE
 
 _BLANK = "\u2581"  # SentencePiece: blank before a word
-INSIDE = "##"  # WordPiece: prefix of a token that continues a word
 
 
 class Filled(TypedDict):
@@ -36,9 +36,12 @@ def encode_masked(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encodes a text with masks, without [CLS] and [SEP].
 
     The parts between masks are encoded separately. SentencePiece puts a blank before each part; it
-    is removed where the text has none, so that "[MASK]." ends like "Paris.".
+    is removed where the text has none, so that "[MASK]." ends like "Paris.". A token of byte-level
+    BPE includes the space before it, so a mask replaces this space.
     """
     parts = text.split(mask_token(tokenizer))
+    if tokenizer.keeps_spaces:
+        parts[:-1] = [part.removesuffix(" ") for part in parts[:-1]]
     ids: list[int] = []
     for number, (part, found) in enumerate(zip(parts, tokenizer.encode(parts), strict=True)):
         if number:
@@ -54,14 +57,8 @@ def fill_mask(tokenizer: Tokenizer, text: str, hole: int, token: int) -> str:
     mask = mask_token(tokenizer)
     parts = text.split(mask)
     before, after = mask.join(parts[: hole + 1]), mask.join(parts[hole + 1 :])
-    piece = tokenizer.entries[token]
-    if tokenizer.kind == "sentencepiece":
-        inside = not piece.startswith(_BLANK)
-        piece = piece.replace(_BLANK, " ").strip()
-    else:
-        inside = piece.startswith(INSIDE)
-        piece = piece.removeprefix(INSIDE)
-    return (before.rstrip() if inside else before) + piece + after
+    begins, piece = tokenizer.split_piece(token)
+    return (before if begins else before.rstrip()) + piece + after
 
 
 def _without_blank(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
@@ -174,7 +171,7 @@ class PromptTexts(Texts):
     @property
     def longest(self) -> tuple[int, str]:
         most, positions = self.config.data.length, self.config.model.positions
-        if self.config.sequence.positions == "learned" and most >= positions:
+        if self.config.model.position_embedding == "learned" and most >= positions:
             return positions - 1, "config.model.positions - 1"  # leave a position for the output
         return most, "config.data.length"
 

@@ -1,4 +1,4 @@
-"""Export of runs and conversion between Hugging Face, TensorFlow 1 and StableHLO, with checks."""
+"""Export of runs and conversion to Hugging Face, TensorFlow 1, ONNX and StableHLO, with checks."""
 
 import itertools
 import os
@@ -10,25 +10,30 @@ from absl import logging
 from etils import epath
 
 from convbert_jax import storage
-from convbert_jax.config import TokenizerSection
+from convbert_jax.config import Config, TokenizerSection, UserError
+from convbert_jax.data import batching, stores
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.interop import (
     huggingface,
     huggingface_tokenizer,
+    lfm2,
+    onnx_export,
     parity,
+    sentence_transformers,
     sources,
     stablehlo,
     tensorflow1,
     weight_files,
 )
 from convbert_jax.interop.networks import ConversionError, Network, split
+from convbert_jax.interop.sentence_transformers import VectorConfig
 from convbert_jax.interop.sources import read_tokenizer
 from convbert_jax.storage import damaged, parse_json
 from convbert_jax.workdir import Workdir
 
-_FORMS = ("huggingface", "tensorflow1", "stablehlo")
+_FORMS = ("huggingface", "tensorflow1", "onnx", "stablehlo")
 _EXAMPLES = 50
-_ABOUT_PADDING = "See docs/weights.md#padded-batches."
+_ABOUT_PADDING = "See docs/howto/export_weights.md#padded-batches."
 
 
 def export(
@@ -38,16 +43,19 @@ def export(
     step: int | None = None,
     output: epath.PathLike | None = None,
     with_generator: bool | None = None,
+    quantize: str | None = None,
 ) -> Path:
     """Exports a checkpoint of a run for other software.
 
     Args:
       workdir: folder of the run.
-      form: "huggingface", "tensorflow1" or "stablehlo".
+      form: "huggingface", "tensorflow1", "onnx" (a Hugging Face folder with ONNX files) or
+        "stablehlo".
       step: step of the checkpoint; default the newest complete one.
       output: folder to write; default WORKDIR/FORM/step-STEP.
       with_generator: whether to write the generator. None writes it if the format can hold it, and
         otherwise logs a warning with the reason.
+      quantize: for "onnx": "int8" also writes a model with int8 weights.
 
     Returns:
       the folder that was written.
@@ -57,22 +65,24 @@ def export(
       WorkdirError: the run has no checkpoint of that step.
       ConversionError: the format cannot hold the model, the requested generator does not exist,
         or the output folder holds something else.
-      ParityError: PyTorch computes different outputs.
+      ParityError: PyTorch or ONNX Runtime computes different outputs.
     """
-    _check_form(form)
+    _check_form(form, quantize)
     workdir = Workdir(workdir)
-    config, step = workdir.read_config(), workdir.choose_step(step)
+    step = workdir.choose_step(step)
+    config = workdir.read_config_at(step)
+    if config.recipe == "causal_lm" and form == "huggingface":
+        return _export_language_model(workdir, config, step, output)
     moments = None
     if form == "tensorflow1":
         step, moments = sources.read_moments(workdir, config, step)
     step, params = sources.read_params(workdir, config, step)
     tokenizer, section = read_tokenizer(workdir, config)
     networks = split(config, params)
-    if not output:
-        storage.check_links(workdir.path)
-        output = workdir.export(form, step)
-    output = storage.to_path(output)
-    _check_output(output, workdir.path)
+    output = _choose_output(workdir, form, step, output)
+    texts = _examples(workdir)
+    if quantize and not texts:
+        texts = _heldout_texts(workdir, config, tokenizer)
     return _write(
         output,
         form,
@@ -82,9 +92,46 @@ def export(
         source=workdir.path,
         step=step,
         generator=with_generator,
+        quantize=quantize,
         moments=moments,
-        texts=_examples(workdir),
+        texts=texts,
+        vectors=sentence_transformers.of_run(config),
     )
+
+
+def _choose_output(workdir: Workdir, form: str, step: int, output: epath.PathLike | None) -> Path:
+    """Returns the folder to write, which replaces neither the run nor another model's export."""
+    if not output:
+        storage.check_links(workdir.path)
+        output = workdir.export(form, step)
+    output = storage.to_path(output)
+    _check_output(output, workdir.path)
+    return output
+
+
+def _export_language_model(
+    workdir: Workdir, config: Config, step: int, output: epath.PathLike | None
+) -> Path:
+    """Writes the folder of an Lfm2ForCausalLM with its tokenizer, and compares the logits."""
+    model = config.language_model
+    lfm2.check_expressible(model)
+    step, params = sources.read_params(workdir, config, step)
+    tokenizer, section = read_tokenizer(workdir, config)
+    output = _choose_output(workdir, "huggingface", step, output)
+    special = tokenizer.special
+    ids = {"pad_token_id": special.pad, "bos_token_id": special.cls, "eos_token_id": special.sep}
+
+    def write(folder: Path) -> None:
+        lfm2.write_folder(folder, model, params, ids)
+        huggingface_tokenizer.write_tokenizer(
+            folder, tokenizer, section, max_length=model.tokens.positions, types=False, ends=False
+        )
+        for line in parity.check_logits(folder, model, params):
+            logging.info("%s", line)
+
+    replace_folder(output, write, source=str(_place(workdir.path)))
+    logging.info("Wrote %s.", output)
+    return output
 
 
 def convert(
@@ -93,14 +140,15 @@ def convert(
     *,
     form: str = "huggingface",
     with_generator: bool | None = None,
+    quantize: str | None = None,
 ) -> Path:
     """Converts the weights at `path` to another format, with the vocabulary next to them if any.
 
     Args:
       path: run, Hugging Face folder or TensorFlow 1 checkpoint, see `sources.read_source`.
-      output, form, with_generator: as in `export`, which raises the same errors.
+      output, form, with_generator, quantize: as in `export`, which raises the same errors.
     """
-    _check_form(form)
+    _check_form(form, quantize)
     output = storage.to_path(output)
     _check_output(output, Path(path))
     source = sources.read_source(path)
@@ -120,7 +168,9 @@ def convert(
         source=Path(path),
         step=source.step,
         generator=with_generator,
+        quantize=quantize,
         moments=source.moments,
+        vectors=sources.read_vectors(path, source),
     )
 
 
@@ -134,8 +184,10 @@ def _write(
     source: Path,
     step: int,
     generator: bool | None,
+    quantize: str | None,
     moments=None,
     texts: Sequence[Sequence[str]] = (),
+    vectors: VectorConfig | None = None,
 ) -> Path:
     if generator is None:
         networks = expressible(networks, form)
@@ -155,9 +207,18 @@ def _write(
             field="--generator",
             value="true",
         )
-    if form == "huggingface":
+    if form in ("huggingface", "onnx"):
         return write_huggingface(
-            output, networks, vocabulary, title=title, step=step, texts=texts, source=source
+            output,
+            networks,
+            vocabulary,
+            title=title,
+            step=step,
+            texts=texts,
+            source=source,
+            vectors=vectors,
+            onnx=form == "onnx",
+            quantize=quantize,
         )
     if form == "tensorflow1":
         check_expressible(networks, tensorflow1.check_expressible)
@@ -177,7 +238,8 @@ def _write(
     replace_folder(output, write, source=str(_place(source)), mask_convolution=masked)
     logging.info("Wrote %s.", output)
     if form == "tensorflow1" and main.masked:
-        padding = parity.describe_padding(main, "the official TensorFlow code")
+        where = "the official TensorFlow code"
+        padding = parity.describe_padding(main, where, "Run batches of equal length.")
         logging.warning("%s %s", padding, _ABOUT_PADDING)
     return output
 
@@ -186,6 +248,7 @@ def expressible(networks: Mapping[str, Network], form: str) -> Mapping[str, Netw
     """Returns `networks`, without the generator (and with a warning) if `form` cannot hold it."""
     checks = {
         "huggingface": huggingface.check_expressible,
+        "onnx": huggingface.check_expressible,
         "tensorflow1": tensorflow1.check_expressible,
     }
     try:
@@ -207,6 +270,9 @@ def write_huggingface(
     compare: bool = True,
     texts: Sequence[Sequence[str]] = (),
     source: Path | None = None,
+    vectors: VectorConfig | None = None,
+    onnx: bool = False,
+    quantize: str | None = None,
 ) -> Path:
     """Writes a Hugging Face folder, with the generator in a subfolder, and checks parity of both.
 
@@ -218,6 +284,9 @@ def write_huggingface(
       compare: whether to compare outputs with PyTorch, if it is installed.
       texts: examples, see `parity.check_parity`.
       source: path of the weights, kept in the folder as a checksum.
+      vectors: how the main network computes vectors, for sentence-transformers; None if it was not
+        trained to give vectors.
+      onnx, quantize: whether to add ONNX files, see `onnx_export.write`.
 
     Raises:
       ConversionError, ParityError: as in `export`.
@@ -229,26 +298,48 @@ def write_huggingface(
         for name, network in networks.items():
             role = _role(networks, name)
             place = folder if name == "main" else folder / huggingface.GENERATOR
-            pad_id = vocabulary[0].special.pad if vocabulary else 0
+            special = vocabulary[0].special if vocabulary else None
+            pad_id = special.pad if special else 0
+            ids = {"cls": special.cls, "sep": special.sep} if special else {}
             extra = {"step": step, "network": role}
             if name == "main":
                 extra["generator"] = "generator" in networks
-            huggingface.write_network(place, network, pad_id=pad_id, extra=extra)
+            huggingface.write_network(place, network, pad_id=pad_id, ids=ids, extra=extra)
             if vocabulary:
                 huggingface_tokenizer.write_tokenizer(
-                    place, *vocabulary, max_length=network.embeddings.positions
+                    place,
+                    *vocabulary,
+                    max_length=network.embeddings.positions,
+                    types=network.embeddings.types > 0,
+                )
+            own_vectors = vectors if name == "main" else None
+            if own_vectors:
+                sentence_transformers.write(
+                    place,
+                    own_vectors,
+                    hidden_size=network.encoder.hidden_size,
+                    positions=network.embeddings.positions,
                 )
             proof = parity.check_parity(place, network, name, compare=compare, texts=texts)
             for line in proof.lines():
                 logging.info("%s: %s", role, line)
             if proof.padding:
                 warnings.append(proof.padding)
+            notes = _notes(networks, name)
+            if onnx:
+                lines = onnx_export.write(
+                    place, network, vectors=own_vectors, quantize=quantize, texts=texts
+                )
+                for line in lines:
+                    logging.info("%s: %s", role, line)
+                notes.append("## ONNX\n\n" + "\n".join(f"- {line}" for line in lines))
             card = parity.write_card(
                 network,
                 title=f"{title}, {role}",
                 made_by=f"Written by convbert_jax{f' after {step:,} steps' if step else ''}.",
                 report=proof,
-                notes=_notes(networks, name),
+                notes=notes,
+                vectors=own_vectors,
             )
             (place / parity.CARD).write_text(card, encoding="utf-8")
 
@@ -330,10 +421,18 @@ def _place(path: Path) -> Path:
     return path if storage.is_remote(path) else Path(os.path.realpath(os.path.expanduser(path)))
 
 
-def _check_form(form: str) -> None:
+def _check_form(form: str, quantize: str | None) -> None:
     if form not in _FORMS:
         raise ConversionError(
             f"Unknown form={form!r}; choose one of {', '.join(_FORMS)}.", field="form", value=form
+        )
+    if form == "onnx":
+        onnx_export.check_packages()
+    if quantize not in (None, "int8") or (quantize and form != "onnx"):
+        raise ConversionError(
+            f"quantize={quantize!r} is not supported with form={form!r}; use 'int8' with 'onnx'.",
+            field="quantize",
+            value=quantize,
         )
 
 
@@ -360,6 +459,29 @@ def _examples(workdir: Workdir) -> list[list[str]]:
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise damaged(path, error, "remove it; only the predictions are lost") from None
     return []
+
+
+def _heldout_texts(workdir: Workdir, config: Config, tokenizer: Tokenizer) -> list[list[str]]:
+    """Returns beginnings of held-out texts of a run; none for a mixture or if they are not here."""
+    directory = workdir.data(config)
+    if storage.is_remote(directory) or config.data.mixture or config.spec.data == "task":
+        return []
+    try:
+        data = stores.store_of(config).open_prepared(config, directory)
+    except UserError as error:
+        logging.warning("Cannot read held-out texts: %s", error)
+        return []
+    if data is None:
+        return []
+    if config.spec.data == "parallel":
+        fields = ("source", "source_ids")
+        batches = batching.pair_evaluation_batches(data, config.parallel, rows=_EXAMPLES)
+    else:
+        fields = ("tokens", "segment_ids")
+        batches = batching.evaluation_batches(data, batch_size=_EXAMPLES, rows=_EXAMPLES)
+    rows = (pair for batch in batches for pair in zip(*map(batch.get, fields), strict=True))
+    first = (tokens[segments == 1] for tokens, segments in rows)
+    return [[tokenizer.decode(tokens)] for tokens in first if len(tokens)]
 
 
 def _role(networks: Mapping[str, Network], name: str) -> str:

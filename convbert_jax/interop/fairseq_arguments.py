@@ -34,8 +34,8 @@ _BOTH = {
     "embed_dim": "config.model.hidden_size",
     "ffn_embed_dim": "config.model.ffn_size",
     "attention_heads": "config.model.heads",
-    "normalize_before": "config.sequence.norm",
-    "learned_pos": "config.sequence.positions",
+    "normalize_before": "config.model.norm",
+    "learned_pos": "config.model.position_embedding",
 }
 # Arguments that affect only training.
 _TRAINING = ("input_dropout", "weight_dropout", "encoder_layerdrop", "decoder_layerdrop")
@@ -127,6 +127,8 @@ def derive_outline(arguments: Mapping[str, Any], tensors: Collection[str]) -> Ou
     taps = {side: a.kernels(side, layers[side]) if convolves else () for side in sides}
     learned = a.flag(f"{first}_learned_pos")
     attention_dropout = a.rate("attention_dropout", 0.0)
+    pre = a.flag(f"{first}_normalize_before") or arch.startswith("lightconv_lm")
+    none = a.flag("no_token_positional_embeddings")
     model = ModelSection(
         layers=layers[first],
         hidden_size=hidden,
@@ -136,20 +138,18 @@ def derive_outline(arguments: Mapping[str, Any], tensors: Collection[str]) -> Ou
         mixer_fields=gates[first],
         kernel_sizes=taps[first],
         ffn_size=a.size(f"{first}_ffn_embed_dim"),
+        activation=a.activation(convolves),
+        norm="pre" if pre else "post",
+        position_embedding="none" if none else "learned" if learned else "sinusoidal",
         positions=a.positions(alone, learned),
         dropout=a.rate("dropout", 0.1),
         attention_dropout=attention_dropout,
+        activation_dropout=a.rate("activation_dropout", 0.0) or a.rate("relu_dropout", 0.0),
         layer_norm_epsilon=EPSILON,
     )
-    pre = a.flag(f"{first}_normalize_before") or arch.startswith("lightconv_lm")
-    none = a.flag("no_token_positional_embeddings")
     shared = a.flag("share_all_embeddings")
     sequence = SequenceSection(
-        norm="pre" if pre else "post",
         last_norm=LAST_NORM in tensors or not pre,
-        activation=a.activation(convolves),
-        activation_dropout=a.rate("activation_dropout", 0.0) or a.rate("relu_dropout", 0.0),
-        positions="none" if none else "learned" if learned else "sinusoidal",
         # Shared vocabularies here also share learned position tables, but fairseq has two of them.
         shared_vocabulary=alone or (shared and (none or not learned)),
         tied_output=shared or a.flag("share_decoder_input_output_embed"),

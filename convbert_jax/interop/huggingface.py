@@ -1,11 +1,13 @@
-"""Folders for `from_pretrained` of the ConvBert, Electra and Bert classes of transformers.
+"""Folders for `from_pretrained` of ConvBert, Electra, Bert and ModernBert in transformers.
 
-FOLDER/              config.json, model.safetensors, tokenizer files, README.md
+FOLDER/              config.json, model.safetensors, tokenizer files, README.md; for a ConvBERT that
+                     ignores padding also modeling_masked_convbert.py
 FOLDER/generator/    the same for the generator, if the model has one
 """
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,22 +22,31 @@ from convbert_jax.config import (
     LayerConfig,
     from_config_dict,
 )
-from convbert_jax.interop import weight_files
+from convbert_jax.config.mixers import AttentionOptions
+from convbert_jax.interop import modernbert, weight_files
 from convbert_jax.interop.networks import (
     HEADS,
     USE,
     ConversionError,
     Network,
+    check_block,
     check_same_layers,
     describe_sizes,
     shapes,
     use_of,
 )
-from convbert_jax.interop.tables import TIED, export_error, huggingface_places
+from convbert_jax.interop.tables import (
+    FAMILIES,
+    PREFIXES,
+    TIED,
+    export_error,
+    huggingface_places,
+)
 from convbert_jax.interop.weight_files import (
-    LARGEST,
     LEAST_PARAMETERS,
     check_finite,
+    read_count,
+    read_fraction,
     read_json,
     shown,
 )
@@ -44,14 +55,25 @@ from convbert_jax.models.mixers.mixed import Mixed
 
 CONFIG = "config.json"
 OURS = "convbert_jax"  # key in config.json that other software ignores
+MASKED = "modeling_masked_convbert"  # module of this package, copied into folders
 _USE = "use"  # key in OURS for Network.use
 TUNED = {"sequence_head", "token_head", "span_head"}  # heads of fine-tuned models
-_SEVERAL = "multi_label_classification"  # a problem_type without an equivalent task here
 # Kind of task -> problem_type. Without it, pipelines apply a sigmoid to a regression output.
-_PROBLEMS = {"classification": "single_label_classification", "regression": "regression"}
+_PROBLEMS = {
+    "classification": "single_label_classification",
+    "multilabel": "multi_label_classification",
+    "regression": "regression",
+}
 _MODEL_TYPES = {"convbert": "convbert", "conv_bert": "convbert", "electra": "electra"}
-_MODEL_TYPES |= {"bert": "bert"}
+_MODEL_TYPES |= {"bert": "bert", "modernbert": "modernbert"}
 _CLASS_NAMES = {"convbert": "ConvBert", "electra": "Electra", "bert": "Bert"}
+_CLASS_NAMES |= {"modernbert": "ModernBert"}
+# Field of config.json -> supported values, the default of transformers first.
+_CHECKS = {"is_decoder": (False,), "add_cross_attention": (False,)}
+_BERT_CHECKS = {
+    "hidden_act": ("gelu", "gelu_python"),
+    "position_embedding_type": ("absolute", None),
+}
 # Head -> suffix of the class. A network without heads is the bare encoder; BERT with both heads of
 # pre-training is BertForPreTraining.
 CLASSES = {
@@ -80,9 +102,16 @@ def architecture(network: Network) -> str:
     return f"{name}Model"
 
 
+def auto_class(name: str) -> str:
+    """Returns the class of transformers that loads the class `name` from a folder."""
+    suffix = next((suffix for suffix in CLASSES.values() if name.endswith(suffix)), "")
+    return f"AutoModel{suffix}"
+
+
 def unclassed_heads(network: Network) -> tuple[str, ...]:
     """Returns the heads of a network that no class of its family has."""
-    lacking = {"convbert": ("rtd_head", "pair_head"), "electra": ("pair_head",)}
+    both = ("rtd_head", "pair_head")
+    lacking = {"convbert": both, "electra": ("pair_head",), "modernbert": both}
     return tuple(head for head in lacking.get(network.family, ()) if network.has(head))
 
 
@@ -94,10 +123,9 @@ def check_expressible(network: Network) -> None:
     """
     layer, family = network.layer, network.family
     why = export_error(layer.mixer, "huggingface", layer.hidden_size)
-    if why or not family:
-        raise ConversionError(
-            why or "transformers has no class with this mixer. Export with --format=stablehlo."
-        )
+    if why:
+        raise ConversionError(why)
+    check_block(network, FAMILIES, "transformers")
     if family == "convbert":
         return
     if layer.ffn_groups > 1:
@@ -111,14 +139,23 @@ def check_expressible(network: Network) -> None:
         raise ConversionError(
             "BERT classes have no head for replaced-token detection. Export as ELECTRA."
         )
+    if family == "modernbert" and any(network.has(head) for head in TUNED):
+        raise ConversionError(
+            "The classification heads of ModernBERT classes have a norm, which the head of this "
+            "fine-tuned model lacks. Predict with convbert_jax.load, or export the encoder with "
+            "--format=stablehlo."
+        )
 
 
-def to_json(network: Network, *, pad_id: int, extra: dict[str, Any]) -> dict[str, Any]:
+def to_json(
+    network: Network, *, pad_id: int, ids: Mapping[str, int], extra: dict[str, Any]
+) -> dict[str, Any]:
     """Returns the content of config.json.
 
     Args:
       pad_id: id of the padding token. Always written, because ConvBertConfig defaults to 1 and
         transformers does not train the embedding of the padding token.
+      ids: as in `write_network`.
       extra: JSON values stored under the key `convbert_jax`.
     """
     check_expressible(network)
@@ -132,37 +169,53 @@ def to_json(network: Network, *, pad_id: int, extra: dict[str, Any]) -> dict[str
         "num_hidden_layers": encoder.depth,
         "num_attention_heads": mixer.attention_heads * (2 if network.family == "convbert" else 1),
         "intermediate_size": layer.ffn_size,
-        "hidden_act": "gelu",
-        "hidden_dropout_prob": layer.dropout,
-        "attention_probs_dropout_prob": mixer.attention_dropout,
         "max_position_embeddings": embeddings.positions,
-        "type_vocab_size": embeddings.types,
-        "initializer_range": layer.initializer_range,
-        "layer_norm_eps": layer.layer_norm_epsilon,
         "pad_token_id": pad_id,
-        "bos_token_id": None,
-        "eos_token_id": None,
         "tie_word_embeddings": True,
         "dtype": "float32",
     }
-    if network.family != "bert":
-        content["embedding_size"] = embeddings.size
-    if network.family == "convbert":
-        content |= {
-            "head_ratio": 2,
-            "conv_kernel_size": mixer.kernel_size,
-            "num_groups": layer.ffn_groups,
-        }
+    if network.family == "modernbert":
+        content |= modernbert.write_fields(network, ids)
+    else:
+        content |= _bert_fields(network)
     if network.labels:
         content["id2label"] = {str(i): label for i, label in enumerate(network.labels)}
         content["label2id"] = {label: i for i, label in enumerate(network.labels)}
     kind = network.use.get("outputs.kind")
     if kind and network.has("sequence_head"):
         content["problem_type"] = _PROBLEMS.get(kind, kind)
+    if network.masked:
+        content["auto_map"] = {
+            auto_class(name): f"{MASKED}.Masked{name}"
+            for name in (f"{_CLASS_NAMES[network.family]}Model", architecture(network))
+        }
     ours: dict[str, Any] = {"mask_convolution": not encoder.reads_padding}
     if network.use:
         ours[_USE] = dict(network.use)
     return content | {OURS: ours | extra}
+
+
+def _bert_fields(network: Network) -> dict[str, Any]:
+    layer, embeddings = network.layer, network.embeddings
+    fields: dict[str, Any] = {
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": layer.dropout,
+        "attention_probs_dropout_prob": layer.mixer.attention_dropout,
+        "type_vocab_size": embeddings.types,
+        "initializer_range": layer.initializer_range,
+        "layer_norm_eps": layer.layer_norm_epsilon,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if network.family != "bert":
+        fields["embedding_size"] = embeddings.size
+    if network.family == "convbert":
+        fields |= {
+            "head_ratio": 2,
+            "conv_kernel_size": layer.mixer.kernel_size,
+            "num_groups": layer.ffn_groups,
+        }
+    return fields
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -178,18 +231,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         content["model_type"] = kind = _guess_model_type(content, path)
     if not isinstance(kind, str) or kind not in _MODEL_TYPES:
         raise ConversionError(
-            f"{path} has the unsupported model_type {shown(kind)}; expected a ConvBERT, ELECTRA or "
-            "BERT model.",
+            f"{path} has the unsupported model_type {shown(kind)}; expected a ConvBERT, ELECTRA, "
+            "BERT or ModernBERT model.",
             field="model_type",
             value=kind,
             path=path,
         )
-    for field, wanted in (
-        ("hidden_act", ("gelu", "gelu_python")),
-        ("position_embedding_type", ("absolute", None)),
-        ("is_decoder", (False,)),
-        ("add_cross_attention", (False,)),
-    ):
+    checks = modernbert.CHECKS if kind == "modernbert" else _BERT_CHECKS
+    for field, wanted in (_CHECKS | checks).items():
         if content.get(field, wanted[0]) not in wanted:
             raise ConversionError(
                 f"{path} has {field}={shown(content[field])}, which is not supported; expected "
@@ -210,8 +259,8 @@ def _guess_model_type(content: dict[str, Any], path: Path) -> str:
             logging.info("%s has no model_type; class %s implies %s.", path, shown(name), family)
             return family
     raise ConversionError(
-        f'{path} has no model_type. Add "model_type": "bert", "electra" or "convbert", according '
-        "to the weights.",
+        f'{path} has no model_type. Add "model_type": "bert", "electra", "convbert" or '
+        '"modernbert", according to the weights.',
         field="model_type",
         path=path,
     )
@@ -225,34 +274,13 @@ def read_sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderC
         size is not divisible by the number of heads.
     """
     family = _MODEL_TYPES[content["model_type"]]
-
-    def number(name, default=None):
-        value = content.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= LARGEST:
-            raise ConversionError(
-                f"config.json has {name}={shown(value)}, expected an integer from 1 to "
-                f"{LARGEST:,}.",
-                field=name,
-                value=value,
-            )
-        return value
-
-    def fraction(name, default):
-        value = content.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise ConversionError(
-                f"config.json has {name}={shown(value)}, expected a number of at least 0 and less "
-                "than 1.",
-                field=name,
-                value=value,
-            )
-        return float(value)
-
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    embedding_size = hidden if family == "bert" else number("embedding_size")
+    if family == "modernbert":
+        return family, *modernbert.read_sizes(content)
+    hidden, heads = read_count(content, "hidden_size"), read_count(content, "num_attention_heads")
+    embedding_size = hidden if family == "bert" else read_count(content, "embedding_size")
     attention_heads = heads
     if family == "convbert":  # the rounding of transformers
-        attention_heads = max(1, heads // number("head_ratio", 2))
+        attention_heads = max(1, heads // read_count(content, "head_ratio", 2))
     parts = attention_heads * (2 if family == "convbert" else 1)
     if hidden % parts:
         raise ConversionError(
@@ -263,8 +291,9 @@ def read_sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderC
     attention = {
         "attention_heads": attention_heads,
         "head_size": hidden // parts,
-        "attention_dropout": fraction("attention_probs_dropout_prob", 0.1),
+        "attention_dropout": read_fraction(content, "attention_probs_dropout_prob", 0.1),
         "attention": "auto",
+        "options": AttentionOptions(),
     }
     ours = content.get(OURS)
     mixer = Attention(**attention)
@@ -272,24 +301,24 @@ def read_sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderC
         mixer = Mixed(
             **attention,
             convolution_heads=attention_heads,
-            kernel_size=number("conv_kernel_size", 9),
+            kernel_size=read_count(content, "conv_kernel_size", 9),
             convolution="auto",
             # Other software trains with convolutions that read padding.
             mask_convolution=bool(isinstance(ours, dict) and ours.get("mask_convolution")),
         )
     embeddings, encoder = describe_sizes(
-        vocab_size=number("vocab_size"),
+        vocab_size=read_count(content, "vocab_size"),
         embedding_size=embedding_size,
-        positions=number("max_position_embeddings", 512),
-        types=number("type_vocab_size", 2),
-        depth=number("num_hidden_layers"),
-        dropout=fraction("hidden_dropout_prob", 0.1),
-        epsilon=fraction("layer_norm_eps", 1e-12),
-        spread=fraction("initializer_range", 0.02),
+        positions=read_count(content, "max_position_embeddings", 512),
+        types=read_count(content, "type_vocab_size", 2),
+        depth=read_count(content, "num_hidden_layers"),
+        dropout=read_fraction(content, "hidden_dropout_prob", 0.1),
+        epsilon=read_fraction(content, "layer_norm_eps", 1e-12),
+        spread=read_fraction(content, "initializer_range", 0.02),
         hidden_size=hidden,
         mixer=mixer,
-        ffn_size=number("intermediate_size"),
-        ffn_groups=number("num_groups", 1) if family == "convbert" else 1,
+        ffn_size=read_count(content, "intermediate_size"),
+        ffn_groups=read_count(content, "num_groups", 1) if family == "convbert" else 1,
     )
     return family, embeddings, encoder
 
@@ -328,14 +357,14 @@ def read_use(content: dict[str, Any]) -> dict[str, Any]:
     problem = content.get("problem_type")
     if problem is not None and "outputs.kind" not in use:
         kinds = {theirs: ours for ours, theirs in _PROBLEMS.items()}
-        if problem not in (*kinds, _SEVERAL):
+        if problem not in tuple(kinds):
             raise ConversionError(
                 f"config.json has the unknown problem_type={shown(problem)}; choose one of "
                 f"{', '.join(kinds)}.",
                 field="problem_type",
                 value=problem,
             )
-        use["outputs.kind"] = kinds.get(problem, problem)
+        use["outputs.kind"] = kinds[problem]
     return use
 
 
@@ -358,21 +387,29 @@ class Folder:
 
 
 def write_network(
-    folder: Path, network: Network, *, pad_id: int, extra: Mapping[str, Any] | None = None
+    folder: Path,
+    network: Network,
+    *,
+    pad_id: int,
+    ids: Mapping[str, int] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes config.json and model.safetensors.
+    """Writes config.json, model.safetensors and, for a masked ConvBERT, its Python classes.
 
     Args:
       pad_id: id of the padding token.
+      ids: "cls" and "sep" -> id of the token, which config.json of ModernBERT has.
       extra: JSON values, stored in config.json for `read_folder`.
 
     Raises:
       ConversionError: no transformers class can compute this network; nothing is written.
     """
-    content = to_json(network, pad_id=pad_id, extra=dict(extra or {}))
+    content = to_json(network, pad_id=pad_id, ids=ids or {}, extra=dict(extra or {}))
     folder.mkdir(parents=True, exist_ok=True)
     weight_files.write_weights(folder, to_tensors(network))
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+    if network.masked:
+        shutil.copyfile(Path(__file__).with_name(f"{MASKED}.py"), folder / f"{MASKED}.py")
 
 
 def to_tensors(network: Network) -> dict[str, np.ndarray]:
@@ -384,7 +421,7 @@ def to_tensors(network: Network) -> dict[str, np.ndarray]:
             network.parameters,
             network.family,
             network.layer,
-            prefix="" if name.endswith("Model") else f"{network.family}.",
+            prefix="" if name.endswith("Model") else PREFIXES[network.family],
         )
     except KeyError as error:
         raise ConversionError(
@@ -392,10 +429,11 @@ def to_tensors(network: Network) -> dict[str, np.ndarray]:
             "--config.finetune.head=auto, which selects a head that transformers supports.",
             field=error.args[0],
         ) from None
-    return {
+    tensors = {
         place.name: place.layout.write(np.asarray(network.parameters[path]))
         for path, place in places.items()
     }
+    return modernbert.write_tensors(tensors) if network.family == "modernbert" else tensors
 
 
 def read_folder(folder: Path) -> Folder:
@@ -424,21 +462,20 @@ def read_folder(folder: Path) -> Folder:
 
 def _read_network(folder: Path) -> tuple[Network, list[str], dict[str, Any]]:
     content = read_config(folder)
-    family, embeddings, encoder = read_sizes(content)
     tensors = {_modern_name(name): leaf for name, leaf in weight_files.read_weights(folder).items()}
-    network, left = from_tensors(tensors, family, embeddings, encoder, content=content)
+    network, left = from_tensors(tensors, content)
     check_finite(network.parameters, str(folder))
     ours = content.get(OURS)
     return network, left, dict(ours) if isinstance(ours, dict) else {}
 
 
 def from_tensors(
-    tensors: Mapping[str, np.ndarray], family: str, embeddings, encoder, *, content: Mapping
+    tensors: Mapping[str, np.ndarray], content: dict[str, Any]
 ) -> tuple[Network, list[str]]:
     """Builds a network from PyTorch tensors.
 
     Args:
-      content: content of config.json, which distinguishes heads with the same tensors.
+      content: content of config.json.
 
     Returns:
       the network and the names of unused tensors.
@@ -446,15 +483,20 @@ def from_tensors(
     Raises:
       ConversionError: a tensor is missing or of another shape, or tied tensors differ.
     """
-    layer = check_same_layers(encoder)
-    if encoder.depth * LEAST_PARAMETERS > len(tensors):  # before allocating anything per layer
+    if content["model_type"] == "modernbert":
+        tensors = modernbert.read_tensors(tensors, content)
+    depth = read_count(content, "num_hidden_layers")
+    if depth * LEAST_PARAMETERS > len(tensors):  # before allocating anything per layer
         raise ConversionError(
-            f"config.json has num_hidden_layers={encoder.depth}, but the weights have only "
-            f"{len(tensors)} tensors. Copy both files from the same model.",
+            f"config.json has num_hidden_layers={depth}, but the weights have only {len(tensors)} "
+            "tensors. Copy both files from the same model.",
             field="num_hidden_layers",
-            value=encoder.depth,
+            value=depth,
         )
-    prefix = f"{family}." if any(name.startswith(f"{family}.") for name in tensors) else ""
+    family, embeddings, encoder = read_sizes(content)
+    layer = check_same_layers(encoder)
+    prefix = PREFIXES[family]
+    prefix = prefix if any(name.startswith(prefix) for name in tensors) else ""
     heads = _find_heads(tensors, family, layer, content)
     expected = shapes(embeddings, encoder, heads)
     places = huggingface_places(expected, family, layer, prefix=prefix)

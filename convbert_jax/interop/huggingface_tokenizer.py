@@ -2,7 +2,8 @@
 
 tokenizer.json           the complete tokenizer, for recent versions of transformers
 tokenizer_config.json    special tokens and the maximal length
-vocab.txt, spiece.model  the vocabulary for older software and for this package
+vocab.txt, spiece.model  the vocabulary for older software and for this package; byte-level BPE has
+                         only tokenizer.json
 
 Differences from the tokenizers of this package:
 
@@ -25,12 +26,17 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from convbert_jax.config import TokenizerSection
+from convbert_jax.data.tokenizer.bpe_model import is_byte_level
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, follow_file
 from convbert_jax.data.tokenizer.wordpiece_model import build_pipeline, split_entries
 from convbert_jax.interop.networks import ConversionError
 from convbert_jax.interop.weight_files import read_json, shown
 
-VOCABULARY = {"wordpiece": "vocab.txt", "sentencepiece": "spiece.model"}
+VOCABULARY = {
+    "wordpiece": "vocab.txt",
+    "sentencepiece": "spiece.model",
+    "bpe": "tokenizer.json",
+}
 _ROLES = {
     "pad_token": "pad",
     "unk_token": "unknown",
@@ -50,13 +56,21 @@ _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # piece types of SentencePiece
 
 
 def write_tokenizer(
-    folder: Path, tokenizer: Tokenizer, section: TokenizerSection, *, max_length: int
+    folder: Path,
+    tokenizer: Tokenizer,
+    section: TokenizerSection,
+    *,
+    max_length: int,
+    types: bool = True,
+    ends: bool = True,
 ) -> None:
     """Writes the tokenizer files into an existing folder.
 
     Args:
       section: the settings that `tokenizer` was loaded with.
       max_length: maximal number of tokens of the model, including special tokens.
+      types: whether the model has segment types.
+      ends: whether [SEP] ends a text; False for a model that continues texts.
 
     Raises:
       ConversionError: `tokenizers` does not support this kind of SentencePiece model.
@@ -64,25 +78,37 @@ def write_tokenizer(
     if tokenizer.kind == "wordpiece":
         vocabulary = {entry: i for i, entry in enumerate(tokenizer.entries)}
         pipeline = build_pipeline(section, vocabulary)
+    elif tokenizer.kind == "bpe":
+        pipeline = tokenizers.Tokenizer.from_file(str(tokenizer.path))
+        pipeline.no_padding()
+        pipeline.no_truncation()
     else:
         pipeline = _from_sentencepiece(tokenizer.path)
     write_vocabulary(folder, tokenizer)
-    names = {role: tokenizer.entries[getattr(tokenizer.special, ours)]
-             for role, ours in _ROLES.items()}  # fmt: skip
+    names = _special_names(tokenizer)
     pipeline.add_special_tokens(
-        [tokenizers.AddedToken(name, special=True, normalized=False) for name in names.values()]
+        [
+            # A token of byte-level BPE includes the space before it, so a mask replaces this space.
+            tokenizers.AddedToken(
+                name,
+                special=True,
+                normalized=False,
+                lstrip=role == "mask_token" and tokenizer.kind == "bpe",
+            )
+            for role, name in names.items()
+        ]
     )
     cls, sep = names["cls_token"], names["sep_token"]
     pipeline.post_processor = processors.TemplateProcessing(
-        single=f"{cls} $A {sep}",
-        pair=f"{cls} $A {sep} $B:1 {sep}:1",
+        single=f"{cls} $A {sep}" if ends else f"{cls} $A",
+        pair=f"{cls} $A {sep} $B:1 {sep}:1" if ends else f"{cls} $A $B",
         special_tokens=[(cls, tokenizer.special.cls), (sep, tokenizer.special.sep)],
     )
     pipeline.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
-        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        "model_input_names": ["input_ids", *["token_type_ids"] * types, "attention_mask"],
         "clean_up_tokenization_spaces": False,
         **names,
     }
@@ -90,8 +116,16 @@ def write_tokenizer(
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
+def _special_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """Returns the special tokens that the vocabulary has, by their names in transformers."""
+    ids = {role: getattr(tokenizer.special, ours) for role, ours in _ROLES.items()}
+    # The padding id replaces these in a byte-level BPE vocabulary without them.
+    absent = [role for role in ("unk_token", "mask_token") if ids[role] == ids["pad_token"]]
+    return {role: tokenizer.entries[index] for role, index in ids.items() if role not in absent}
+
+
 def write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
-    """Writes only vocab.txt or spiece.model."""
+    """Writes only vocab.txt, spiece.model or, for byte-level BPE, the original tokenizer.json."""
     path = folder / VOCABULARY[tokenizer.kind]
     if tokenizer.kind == "wordpiece":
         text = "".join(f"{entry}\n" for entry in tokenizer.entries)
@@ -106,7 +140,9 @@ def find_vocabulary(folder: Path) -> Path | None:
         if (folder / name).is_file():
             return folder / name
     file = folder / "tokenizer.json"
-    return file if _part(_read(file), "model").get("type") == "WordPiece" else None
+    content = _read(file)
+    is_wordpiece = _part(content, "model").get("type") == "WordPiece"
+    return file if is_wordpiece or is_byte_level(content) else None
 
 
 def describe_vocabulary(folder: Path, path: Path) -> dict[str, object]:
@@ -119,10 +155,15 @@ def describe_vocabulary(folder: Path, path: Path) -> dict[str, object]:
       ConversionError: a tokenizer file is damaged.
       TokenizerError: the file is not a vocabulary.
     """
-    kind = "sentencepiece" if path.suffix == ".model" else "wordpiece"
-    fields: dict[str, object] = {"kind": kind, "path": str(path)}
     names = ("tokenizer_config.json", "tokenizer.json", "config.json", "added_tokens.json")
     settings, pipeline, *others = (_read(folder / name) for name in names)
+    kind = "sentencepiece" if path.suffix == ".model" else "wordpiece"
+    if path.suffix == ".json" and is_byte_level(pipeline):
+        kind = "bpe"
+    fields: dict[str, object] = {"kind": kind, "path": str(path)}
+    if kind == "bpe":
+        _check_byte_level(folder, path, settings, pipeline, others[1])
+        return fields
     _check_rules(folder, kind, settings, pipeline, *others)
     if kind == "sentencepiece":
         return fields
@@ -385,6 +426,41 @@ def _check_rules(
                     _refuse(folder, f"{field}=false in tokenizer.json")
     for token in _added_tokens(settings, pipeline, added):
         _refuse(folder, f"the added token {shown(token)}")
+
+
+def _check_byte_level(
+    folder: Path,
+    path: Path,
+    settings: Mapping[str, Any],
+    pipeline: Mapping[str, Any],
+    added: Mapping[str, Any],
+) -> None:
+    """Checks that the other files of a folder agree with its byte-level tokenizer.json.
+
+    Args:
+      folder: for the error message.
+      path: the tokenizer.json.
+      settings, pipeline, added: as in `_check_rules`.
+
+    Raises:
+      OtherTokenizerError: a file has another special token, added token or add_prefix_space.
+      TokenizerError: the file is damaged or has no special tokens.
+    """
+    tokenizer = Tokenizer(TokenizerSection(kind="bpe", path=str(path)), path)
+    spaced = settings.get("add_prefix_space")
+    there = '"add_prefix_space": true' in json.dumps(pipeline["pre_tokenizer"])
+    if isinstance(spaced, bool) and spaced != there:
+        _refuse(folder, f"add_prefix_space={shown(spaced)}, unlike its tokenizer.json")
+    like = {"cls_token": "bos_token", "sep_token": "eos_token"}  # names of language models
+    for role, name in _special_names(tokenizer).items():
+        field = role if settings.get(role) or role not in like else like[role]
+        value = settings.get(field)
+        value = value.get("content") if isinstance(value, dict) else value
+        if value and value != name and role != "unk_token":  # bytes are never unknown
+            _refuse(folder, f"{field}={shown(value)}, where its tokenizer.json has {name}")
+    for token in _added_tokens(settings, {}, added):
+        if token not in tokenizer.entries:
+            _refuse(folder, f"the added token {shown(token)}")
 
 
 def _check_entries(folder: Path, entries: Sequence[str], pipeline: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from absl import logging
 from etils import epath
 
 from convbert_jax import storage
-from convbert_jax.config import Config, from_config_dict, to_dict
+from convbert_jax.config import Config, from_config_dict, lengths, to_dict
 from convbert_jax.data.pair_worker import SIDES
 from convbert_jax.data.tokenizer.pieces_model import SUFFIX
 from convbert_jax.data.tokenizer.tokenizer import (
@@ -22,12 +22,19 @@ from convbert_jax.data.tokenizer.tokenizer import (
     follow_file,
     load_tokenizer,
 )
-from convbert_jax.interop import huggingface, matching, parity
+from convbert_jax.interop import huggingface, lfm2, matching, parity
 from convbert_jax.interop.fairseq import Dictionary, FairseqModel, read
-from convbert_jax.interop.networks import ConversionError, Report, abstract_params, join
+from convbert_jax.interop.networks import (
+    ConversionError,
+    Network,
+    Report,
+    abstract_params,
+    join,
+)
 from convbert_jax.interop.sources import (
     Source,
     check_fits,
+    describe_vocabulary,
     initialize,
     keep_vocabularies,
     read_source,
@@ -72,6 +79,7 @@ def import_run(
     fields |= tokenizer_fields(source, config, given)
     logging.info("%s", _describe(fields, config))
     config = from_config_dict(to_dict(matching.replace(config, fields)))
+    config = lengths.to_steps(config, lengths.tokens_of_step)
     tokenizer = load_tokenizer(config.tokenizer, trained_folder(workdir, config))
     config = dataclasses.replace(config, tokenizer=tokenizer.section)
     check_tokenizer(tokenizer, [])
@@ -288,7 +296,8 @@ def _describe(fields: dict[str, Any], config: Config) -> str:
     return f"The source sets these fields: {changed}"
 
 
-# fairseq does not store how parameters are initialized, nor how the model is computed here.
+# Sources of generative models do not store how parameters are initialized, nor how the model is
+# computed here.
 _NOT_STORED = tuple(
     f"model.{name}"
     for name in (
@@ -296,6 +305,65 @@ _NOT_STORED = tuple(
         *("remat", "scan_unroll"),
     )
 )
+
+
+def import_generative(
+    path: str, config: Config, folder: epath.PathLike, given: Collection[str] = ()
+) -> Config:
+    """Creates a run whose checkpoint of step 0 is a generative model at `path`.
+
+    Arguments, result and errors are those of `import_lfm2` for a Hugging Face folder, and of
+    `import_fairseq` for all other paths.
+    """
+    is_folder = lfm2.is_folder(Path(storage.expand(path)))
+    return (import_lfm2 if is_folder else import_fairseq)(path, config, folder, given)
+
+
+def import_lfm2(
+    path: str, config: Config, folder: epath.PathLike, given: Collection[str] = ()
+) -> Config:
+    """Creates a run of a language model from the folder of an Lfm2ForCausalLM.
+
+    Args:
+      config: training settings. The folder replaces model and vocabulary.
+      folder: the new run.
+      given: paths of the fields that the user set; they keep their value.
+
+    Returns:
+      The config of the run.
+
+    Raises:
+      ConversionError: the folder cannot be read, does not fit config.recipe, has no supported
+        vocabulary, or contradicts a field in `given`; or `folder` already contains a run.
+      ParityError: transformers computes different logits.
+    """
+    workdir = _new_workdir(folder)
+    place = Path(storage.expand(path))
+    found = lfm2.read_folder(place)
+    if config.spec.network != "a language model":
+        raise ConversionError(
+            f"config.recipe='{config.recipe}' does not fit {path}, which is a language model. Use "
+            "--config=configs/language_model.py.",
+            field="config.recipe",
+            value=config.recipe,
+            path=path,
+        )
+    network = Network(lfm2.FAMILY, found.config.tokens, found.config.decoder, {})
+    source = Source("huggingface", {"main": network}, **describe_vocabulary(place))
+    config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
+    check_entries(source, config)
+    fields = _section_fields(found) | {"tokenizer.vocab_size": found.config.tokens.vocab_size}
+    fields = matching.keep_given(fields, config, given, path)
+    fields |= tokenizer_fields(source, config, given)
+    config = from_config_dict(to_dict(matching.replace(config, fields)))
+    tokenizer = load_tokenizer(config.tokenizer, trained_folder(workdir, config))
+    config = dataclasses.replace(config, tokenizer=tokenizer.section)
+    for line in parity.check_logits(place, found.config, found.params):
+        logging.info("%s", line)
+    with workdir.open(config):
+        keep_vocabularies(workdir, config, [tokenizer])  # before the checkpoint, which completes it
+        _save_first(workdir, config, found.params)
+    return config
 
 
 def import_fairseq(
@@ -332,24 +400,31 @@ def import_fairseq(
         # Resolves the tokenizer's "auto" settings from the files.
         config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer))
         workdir.keep_config(config)
-        transformation = make_optimizer(config.optimizer, config.train.steps)
-        params = jax.tree.map(jax.numpy.asarray, found.params)
-        checkpoints = Checkpoints(workdir.checkpoints, config.checkpoint)
-        try:
-            checkpoints.save(train_step.create_state(params, transformation), {}, last=True)
-        finally:
-            checkpoints.close()
-    logging.info("Wrote step 0 to %s. Use it with --mode=predict --workdir=%s.", folder, folder)
+        _save_first(workdir, config, found.params)
     return config
+
+
+def _save_first(workdir: Workdir, config: Config, params) -> None:
+    """Writes the checkpoint of step 0."""
+    transformation = make_optimizer(config.optimizer, config.train.steps)
+    params = jax.tree.map(jax.numpy.asarray, params)
+    checkpoints = Checkpoints(workdir.checkpoints, config.checkpoint)
+    try:
+        checkpoints.save(train_step.create_state(params, transformation), {}, last=True)
+    finally:
+        checkpoints.close()
+    logging.info(
+        "Wrote step 0 to %s. Use it with --mode=predict --workdir=%s.", workdir, workdir.path
+    )
 
 
 def _check_recipe(found: FairseqModel, path: str, config: Config) -> None:
     language_model = len(found.dictionaries) == 1
-    if language_model != (config.recipe == "causal_lm"):
-        kind = "a language model" if language_model else "an encoder-decoder"
+    network = "a language model" if language_model else "an encoder-decoder"
+    if network != config.spec.network:
         fitting = "language_model" if language_model else "translation"
         raise ConversionError(
-            f"config.recipe='{config.recipe}' does not fit {path}, which is {kind}. Use "
+            f"config.recipe='{config.recipe}' does not fit {path}, which is {network}. Use "
             f"--config=configs/{fitting}.py.",
             field="config.recipe",
             value=config.recipe,
@@ -357,14 +432,19 @@ def _check_recipe(found: FairseqModel, path: str, config: Config) -> None:
         )
 
 
-def _fairseq_fields(found: FairseqModel) -> dict[str, Any]:
-    """Returns field -> value for all fields that the checkpoint determines."""
-    fields = {
+def _section_fields(found: FairseqModel | lfm2.Lfm2) -> dict[str, Any]:
+    """Returns field -> value for the fields of model and sequence that a source determines."""
+    return {
         f"{section}.{name}": value
         for section, values in (("model", found.model), ("sequence", found.sequence))
         for name, value in vars(values).items()
         if f"{section}.{name}" not in _NOT_STORED
     }
+
+
+def _fairseq_fields(found: FairseqModel) -> dict[str, Any]:
+    """Returns field -> value for all fields that the checkpoint determines."""
+    fields = _section_fields(found)
     sizes = [len(dictionary.entries) for dictionary in found.dictionaries]
     return fields | {
         # Replaced by the run's copies; a file that the user named contradicts the checkpoint.

@@ -18,8 +18,11 @@ from convbert_jax.config import (
     to_text,
 )
 from convbert_jax.config.network import SCHEDULED, GeneratorSizes, list_stages
+from convbert_jax.interop.blocks import BLOCK, attention_fields, without_place
 from convbert_jax.interop.networks import ConversionError, Network, is_disentangled, places
 
+_ATTENTION = ("rotary_base", "local_rotary_base", "window", "global_every")
+_ATTENTION += ("qk_norm", "key_value_heads")
 # Fields that affect the parameter shapes or the outputs of an encoder.
 _MODEL = (
     "layers",
@@ -37,17 +40,22 @@ _MODEL = (
     "ffn_groups",
     "stages",
     "positions",
+    "position_embedding",
     "types",
     "layer_norm_epsilon",
+    "embedding_norm",
+    *BLOCK,
+    *_ATTENTION,
 )
 # Fields of training; weights fit any value.
 DROPOUT = ("model.dropout", "model.attention_dropout")
 _TRAINING = (
-    *(*DROPOUT, "sequence.activation_dropout", "sequence.last_dropout"),
+    *(*DROPOUT, "model.activation_dropout", "model.last_dropout"),
     "model.mask_convolution",
 )
 _STAGE = {field.name for field in dataclasses.fields(StageSection)}
-_LAYER = ("ffn_size", "ffn_groups", "dropout", "layer_norm_epsilon")  # as config.model calls them
+# Fields of LayerConfig with the same names in config.model.
+_LAYER = ("ffn_size", "ffn_groups", "dropout", "layer_norm_epsilon", *BLOCK)
 # Mixer fields that change no shapes, and outputs at most near padding.
 _ANY = {"attention": "", "convolution": "", "attention_dropout": 0.0, "mask_convolution": True}
 
@@ -81,8 +89,14 @@ def derive_fields(networks: Mapping[str, Network], config: Config) -> dict[str, 
         "model.hidden_size": encoder.hidden_size,
         "model.embedding_size": main.embeddings.size,
         "model.positions": main.embeddings.positions,
+        "model.position_embedding": main.embeddings.position_embedding,
+        "model.embedding_norm": main.embeddings.norm,
         "model.types": main.embeddings.types,
     }
+    attention = attention_fields(encoder)
+    if not _difference(replace(config, sizes), "encoder", encoder):
+        attention = {name: getattr(config.model, name) for name in attention}
+    sizes |= {f"model.{name}": value for name, value in attention.items()}
     fields = {"tokenizer.vocab_size": main.embeddings.vocab_size, **sizes}
     # Mixers that do not use head_ratio reject other values than the default.
     fields["model.head_ratio"] = ModelSection().head_ratio
@@ -97,7 +111,7 @@ def derive_fields(networks: Mapping[str, Network], config: Config) -> dict[str, 
     if not _difference(replace(config, sizes), "encoder", encoder):
         own = ("stages", *sorted(_STAGE - {"layers"}), *(f"{name}s" for name in SCHEDULED))
         fields |= {f"model.{name}": getattr(config.model, name) for name in own}
-    if config.recipe == "replaced_token" and "generator" in networks:
+    if "generator" not in config.spec.unread and "generator" in networks:
         fields |= _generator_fields(networks["generator"], main, replace(config, fields))
     derived = replace(config, fields)
     for name in places(derived):
@@ -114,9 +128,11 @@ def _stage_fields(encoder: EncoderConfig) -> list[dict[str, Any]]:
       ConfigError: no config describes a mixer.
     """
     found = []
-    for stage in encoder.stages:
-        layer = stage.layer
-        fields = {"layers": stage.depth, **mixers.describe(layer.mixer, layer.hidden_size)}
+    for layer, equal in itertools.groupby(encoder.layers, without_place):
+        fields = {
+            "layers": len(list(equal)),
+            **mixers.describe(layer.mixer, layer.hidden_size),
+        }
         fields |= {name: getattr(layer, name) for name in _LAYER}
         for before in found:
             for name in sorted(set(fields) & set(before) - _STAGE):
@@ -128,8 +144,6 @@ def _stage_fields(encoder: EncoderConfig) -> list[dict[str, Any]]:
                         field=f"config.model.{name}",
                     )
         found.append(fields)
-    if all(stage.layer == encoder.stages[0].layer for stage in encoder.stages):
-        return [found[0] | {"layers": encoder.depth}]
     return found
 
 
@@ -311,8 +325,7 @@ def _same_arrays(first: Network, second: Network, folder: str) -> bool:
 def _shape(encoder: EncoderConfig) -> tuple:
     """Returns the properties of an encoder that decide its shapes and outputs."""
     layers = []
-    for stage in encoder.stages:
-        layer = stage.layer
-        mixer = mixers.change(layer.mixer, **_ANY)
-        layers += [(layer.hidden_size, mixer, layer.ffn_size, layer.ffn_groups)] * stage.depth
+    for layer in encoder.with_mixers(**_ANY).layers:
+        block = (getattr(layer, name) for name in ("ffn_size", "ffn_groups", "mixer_norm", *BLOCK))
+        layers.append((layer.hidden_size, layer.mixer, *block))
     return encoder.embedding_size, tuple(layers)

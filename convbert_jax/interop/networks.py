@@ -8,7 +8,7 @@ build the Flax modules of a network.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +22,10 @@ from convbert_jax.config import (
     EncoderConfig,
     LayerConfig,
     OutputsSection,
+    StageConfig,
     UserError,
-    mixers,
 )
+from convbert_jax.interop.blocks import unsupported_fields, without_place
 from convbert_jax.interop.tables import MIXERS, READ_PADDING
 from convbert_jax.models import build, heads
 from convbert_jax.models.embeddings import Embeddings
@@ -62,11 +63,7 @@ class Network:
 
     @property
     def layer(self) -> LayerConfig:
-        """The config shared by all layers.
-
-        Raises:
-          ConversionError: the layers differ.
-        """
+        """The config shared by all layers, see `check_same_layers`."""
         return check_same_layers(self.encoder)
 
     @property
@@ -76,16 +73,8 @@ class Network:
 
     def with_masking(self, masked: bool) -> "Network":
         """Returns the same weights with convolutions that ignore padding (True) or read it."""
-        stages = tuple(
-            dataclasses.replace(
-                stage,
-                layer=dataclasses.replace(
-                    stage.layer, mixer=mixers.change(stage.layer.mixer, mask_convolution=masked)
-                ),
-            )
-            for stage in self.encoder.stages
-        )
-        return dataclasses.replace(self, encoder=dataclasses.replace(self.encoder, stages=stages))
+        encoder = self.encoder.with_mixers(mask_convolution=masked)
+        return dataclasses.replace(self, encoder=encoder)
 
     def has(self, head: str) -> bool:
         return any(path.startswith(f"{head}/") for path in self.parameters)
@@ -117,16 +106,44 @@ class Report:
 def check_same_layers(encoder: EncoderConfig) -> LayerConfig:
     """Returns the config shared by all layers, which other software requires.
 
+    Windows, rotary bases and the missing norm of the first layer are left out.
+
     Raises:
-      ConversionError: the layers differ.
+      ConversionError: the layers differ in anything else.
     """
-    layer = encoder.stages[0].layer
-    if any(stage.layer != layer for stage in encoder.stages):
+    layer = without_place(encoder.stages[0].layer)
+    if any(without_place(other) != layer for other in encoder.layers):
         raise ConversionError(
             "The layers of this encoder differ, which neither transformers nor the official "
             "TensorFlow code supports. Export it with --format=stablehlo."
         )
     return layer
+
+
+def check_block(network: Network, families: Sequence[str], software: str) -> None:
+    """Checks that a network belongs to one of the families that a software supports.
+
+    Args:
+      software: its name, for the error message.
+
+    Raises:
+      ConversionError: it does not; the message names a field of the block.
+    """
+    if network.family in families:
+        return
+    of_mixer, _ = MIXERS[type(network.layer.mixer)]
+    found = [
+        unsupported_fields(family, network.encoder, network.embeddings)
+        for family in of_mixer
+        if family in families
+    ]
+    field, (value, wanted) = next(iter(min(found, key=len).items()))
+    raise ConversionError(
+        f"config.model.{field}={value} is not supported by {software} in this model; expected "
+        f"{wanted}. Export with --format=stablehlo.",
+        field=f"config.model.{field}",
+        value=value,
+    )
 
 
 def describe_sizes(
@@ -151,16 +168,12 @@ def describe_sizes(
     ours = Config()
     shared = {"layer_norm_epsilon": epsilon, "dropout": dropout}
     first = ours.encoder.stages[0].layer
-    stage = dataclasses.replace(
-        ours.encoder.stages[0],
-        depth=depth,
-        layer=dataclasses.replace(first, **layer, **shared, initializer_range=spread),
-    )
+    made = dataclasses.replace(first, **layer, **shared, initializer_range=spread)
     encoder = dataclasses.replace(
         ours.encoder,
         embedding_size=embedding_size,
         hidden_size=layer["hidden_size"],
-        stages=(stage,),
+        stages=(StageConfig(depth, (made,)),),
         initializer_range=spread,
     )
     embeddings = dataclasses.replace(
@@ -178,39 +191,17 @@ def places(config: Config) -> dict[str, dict[str, str]]:
     """Returns network -> {part of the network: path of that part in the model's parameters}.
 
     Raises:
-      ConversionError: the model generates text, which no export format supports.
+      ConversionError: the model generates text.
     """
-    if config.writes_text:
+    if config.spec.generates:
         raise ConversionError(
-            f"Models of config.recipe='{config.recipe}' generate text; no export format supports "
-            "them. Use --mode=predict or convbert_jax.load.",
+            f"Models of config.recipe='{config.recipe}' generate text; they can be exported only "
+            "with --format=huggingface, as language models with the layers of LFM2. Use "
+            "--mode=predict or convbert_jax.load.",
             field="config.recipe",
             value=config.recipe,
         )
-    if config.recipe == "masked_lm":
-        parts = {"embeddings": "embeddings", "encoder": "encoder", "mlm_head": "head"}
-        pairs = config.objective.sentence_pairs != "none"
-        return {"main": parts | ({"pair_head": "pair_head"} if pairs else {})}
-    if config.recipe == "finetune":
-        head = _HEAD_NAMES.get(config.outputs.head, config.outputs.head)
-        return {"main": {"embeddings": "embeddings", "encoder": "encoder", head: "head"}}
-    main = {
-        "embeddings": "embeddings",
-        "encoder": "discriminator",
-        "rtd_head": "discriminator_head",
-    }
-    if config.generator.kind == "uniform":
-        return {"main": main}
-    generator = {
-        "embeddings": "embeddings",
-        "encoder": "generator",
-        "mlm_head": "generator_head",
-    }
-    if config.generator.kind == "shared":
-        generator["encoder"] = "discriminator"
-    elif not config.generator.tie_embeddings:
-        generator["embeddings"] = "generator_embeddings"
-    return {"main": main, "generator": generator}
+    return MODELS[config.recipe].parts(config)
 
 
 OWN = "own_embeddings"  # the main network adds these to the embeddings of the generator
@@ -218,7 +209,7 @@ OWN = "own_embeddings"  # the main network adds these to the embeddings of the g
 
 def is_disentangled(config: Config) -> bool:
     """Returns whether the embeddings of the main network are a sum, see `split`."""
-    return config.recipe == "replaced_token" and config.generator.disentangle_embeddings
+    return "generator" not in config.spec.unread and config.generator.disentangle_embeddings
 
 
 def split(config: Config, params, fold=np.add) -> dict[str, Network]:
@@ -245,12 +236,12 @@ def split(config: Config, params, fold=np.add) -> dict[str, Network]:
         if name == "main" and is_disentangled(config):
             for path in [path for path in tree if path.startswith("embeddings/")]:
                 tree[path] = fold(tree[path], flat[f"{OWN}/{path.removeprefix('embeddings/')}"])
-        if config.recipe == "finetune":
+        if config.spec.data == "task":
             tree = in_label_units(tree, config.outputs)
             tree = as_sequence_head(tree)
             labels, use = config.outputs.labels, use_of(config)
         result[name] = Network(
-            _family(config.recipe, encoder, embeddings),
+            _family(places(config)["main"], encoder, embeddings),
             embeddings,
             encoder,
             unstack(tree),
@@ -361,7 +352,7 @@ def stack(flat: Mapping[str, np.ndarray], encoder: EncoderConfig) -> dict[str, n
     Omits a parameter if any layer of the stage lacks it.
     """
     tree = {
-        f"encoder/{path}" if path.startswith("embeddings_project/") else path: leaf
+        f"encoder/{path}" if path.startswith(("embeddings_project/", "norm/")) else path: leaf
         for path, leaf in flat.items()
         if not path.startswith("layers/")
     }
@@ -386,7 +377,7 @@ def initial_params(config: Config):
 def outline(config: Config) -> dict[str, Network]:
     """Returns the networks of a run without parameters."""
     return {
-        name: Network(_family(config.recipe, encoder, embeddings), embeddings, encoder, {})
+        name: Network(_family(places(config)["main"], encoder, embeddings), embeddings, encoder, {})
         for name in places(config)
         for embeddings, encoder in (_sizes(config, name),)
     }
@@ -416,24 +407,24 @@ def _sizes(config: Config, name: str) -> tuple[EmbeddingsConfig, EncoderConfig]:
     return embeddings, config.generator_encoder
 
 
-def _family(recipe: str, encoder: EncoderConfig, embeddings: EmbeddingsConfig) -> str:
-    """Returns the family whose names and classes fit an encoder; "" if none does."""
-    layer = encoder.stages[0].layer
+def _family(main: Collection[str], encoder: EncoderConfig, embeddings: EmbeddingsConfig) -> str:
+    """Returns the family whose names and classes fit an encoder; "" if none does.
+
+    Args:
+      main: parts of the main network.
+    """
+    layer = without_place(encoder.stages[0].layer)
     families, _ = MIXERS.get(type(layer.mixer), ((), {}))
-    if not families or any(stage.layer != layer for stage in encoder.stages):
+    if any(without_place(other) != layer for other in encoder.layers):
         return ""
-    equal = embeddings.size == encoder.hidden_size
-    bert = "bert" in families and recipe == "masked_lm" and equal
-    return "bert" if bert else families[0]
+    for family in families:
+        if family == "bert" and "mlm_head" not in main:
+            continue
+        if not unsupported_fields(family, encoder, embeddings):
+            return family
+    return ""
 
 
-# config.outputs.head -> head of a network; transformers has no equivalent of other heads
-_HEAD_NAMES = {
-    "sequence": "sequence_head",
-    "first_token": "first_token_head",  # see as_sequence_head
-    "token": "token_head",
-    "span": "span_head",
-}
 # Config fields for inference that are exported with a fine-tuned model, in addition to its labels.
 USE = (
     *("outputs.task", "outputs.kind", "outputs.texts", "outputs.columns"),
@@ -451,7 +442,7 @@ def in_label_units(
     parameters: Mapping[str, np.ndarray], outputs: OutputsSection
 ) -> dict[str, np.ndarray]:
     """Multiplies the last layer of a regression by `outputs.scale`, which is not exported."""
-    name = f"{_HEAD_NAMES.get(outputs.head, outputs.head)}/output/"
+    name = f"{outputs.head}_head/output/"
     return {
         path: leaf * np.float32(outputs.scale) if path.startswith(name) else leaf
         for path, leaf in parameters.items()

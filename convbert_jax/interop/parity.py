@@ -9,18 +9,28 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from convbert_jax.config.network import LanguageModelConfig
 from convbert_jax.interop import huggingface
 from convbert_jax.interop.networks import ConversionError, Network, forward
+from convbert_jax.interop.sentence_transformers import VectorConfig
 from convbert_jax.interop.tables import READ_PADDING
+from convbert_jax.models.networks import LanguageModel
 
 LIMIT = 1e-4  # largest absolute difference in float32; the larger of LIMIT and
 _SHARE = 1e-5  # this fraction of the largest output applies
 _ROWS, _LENGTH, _SEED = 4, 128, 0
 _BATCH = 50  # rows whose labels are compared
+_REMEDY = (
+    f"Load the folder with trust_remote_code=True, which uses the class in {huggingface.MASKED}.py "
+    "and ignores padding; otherwise run one text at a time, or batches of equal length."
+)
 
 
 class ParityError(ConversionError):
@@ -35,7 +45,7 @@ class ParityReport:
       network: "main" or "generator".
       against: class and versions of the other implementation; "" if outputs were not compared.
       differences: output -> largest difference on full rows, and "OUTPUT, padded" -> on padded
-        rows if both implementations treat padding alike.
+        rows, for a masked ConvBERT from the class in its folder.
       parameters: number of arrays that were read back bit for bit.
       padding: effect of padded batches in the other class, see `describe_padding`; "" if none.
     """
@@ -80,23 +90,23 @@ def check_parity(
       ParityError: an array that was read back differs, or outputs differ by more than the limit.
     """
     parameters = _check_read_back(folder, network)
-    masked, where = network.masked, "Hugging Face's ConvBERT class"
+    masked, where = network.masked, ("Hugging Face's ConvBERT class", _REMEDY)
     if not (compare and pytorch_is_there()):
-        padding = describe_padding(network, where, measured=compare) if masked else ""
+        padding = describe_padding(network, *where, measured=compare) if masked else ""
         return ParityReport(name, "", {}, parameters, padding)
     pad_id = huggingface.read_config(folder).get("pad_token_id") or 0
     tokens, mask, types = sample_inputs(network, pad_id)
-    # On padded rows a masked convolution differs from PyTorch's, see `describe_padding`.
-    kinds = {"full": np.ones_like(mask)} | ({} if masked else {"padded": mask})
-    theirs = {kind: pytorch_outputs(folder, network, tokens, m, types) for kind, m in kinds.items()}
+    kinds = {"full": np.ones_like(mask), "padded": mask}
     ours = {kind: our_outputs(network, tokens, m, types) for kind, m in kinds.items()}
-    leaks = network.family in READ_PADDING
+    theirs = {
+        kind: pytorch_outputs(folder, network, tokens, m, types, masked and kind == "padded")
+        for kind, m in kinds.items()
+    }
+    leaks = network.family in READ_PADDING and not masked
     differences, limits = {}, {}
     for output, numbers in theirs["full"].items():
         differences[output] = _largest(ours["full"][output], numbers)
         limits[output] = max(LIMIT, _SHARE * float(np.abs(numbers).max()))
-        if masked:
-            continue
         # If convolutions read padding, outputs at padding must agree too.
         rows = np.ones_like(mask) if leaks else mask
         limits[f"{output}, padded"] = limits[output]
@@ -105,8 +115,11 @@ def check_parity(
         )
     padding = ""
     if masked:
-        padding = describe_padding(network, where, labels=_describe_labels(folder, network, texts))
-    report = ParityReport(name, _versions(network), differences, parameters, padding)
+        padding = describe_padding(network, *where, labels=_describe_labels(folder, network, texts))
+    against = _versions(huggingface.architecture(network))
+    if masked:
+        against += f", on padded rows from Masked{huggingface.architecture(network)}"
+    report = ParityReport(name, against, differences, parameters, padding)
     wrong = {out: value for out, value in differences.items() if not value <= limits[out]}
     if wrong:
         raise ParityError(
@@ -121,26 +134,70 @@ def check_parity(
     return report
 
 
+def check_logits(folder: Path, config: LanguageModelConfig, params: Any) -> list[str]:
+    """Checks that Lfm2ForCausalLM computes the logits of a language model, if PyTorch is installed.
+
+    Args:
+      folder: with the weights of the model in the format of transformers.
+
+    Returns:
+      The result as sentences for the log and the model card.
+
+    Raises:
+      ParityError: logits differ by more than the limit.
+    """
+    if not pytorch_is_there():
+        return ["Logits were not compared with PyTorch."]
+    import torch
+    import transformers
+
+    length = min(_LENGTH, config.tokens.positions)
+    tokens = np.random.default_rng(_SEED).integers(0, config.tokens.vocab_size, (_ROWS, length))
+    with _quiet():
+        model = transformers.Lfm2ForCausalLM.from_pretrained(folder).float().eval()
+    with torch.no_grad():
+        theirs = model(input_ids=torch.tensor(tokens), use_cache=False).logits.numpy()
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(config, nnx.Rngs(0))))
+
+    @jax.jit
+    def run(params, tokens):
+        return nnx.merge(graphdef, params)(tokens, jnp.ones_like(tokens))
+
+    with _precise_on_cpu():
+        ours = np.asarray(run(jax.tree.map(jnp.asarray, params), tokens))
+    largest, limit = _largest(ours, theirs), max(LIMIT, _SHARE * float(np.abs(theirs).max()))
+    against = _versions("Lfm2ForCausalLM")
+    if not largest <= limit:
+        raise ParityError(
+            f"{folder} failed the parity check with {against}: logits differ by {largest:.1e} "
+            f"(limit {limit:.0e}). Do not use these weights; report this as a bug of convbert_jax.",
+            path=folder,
+        )
+    return [
+        f"Largest difference of logits from {against} in float32 on {_ROWS} rows of random tokens: "
+        f"{largest:.1e} (limit {limit:.0e})."
+    ]
+
+
 def pytorch_is_there() -> bool:
     """Returns whether torch and transformers are installed."""
     return all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 
 
 def describe_padding(
-    network: Network, where: str, *, measured: bool = True, labels: str = ""
+    network: Network, where: str, remedy: str, *, measured: bool = True, labels: str = ""
 ) -> str:
     """Describes how padded batches change a masked network in a class whose convolution reads them.
 
     Args:
-      where: name of the class, for the message.
+      where, remedy: name of the class and a sentence with the fix, for the message.
       measured: whether to compute the largest difference, see `measure_padding`.
       labels: a sentence about changed predictions, ending in a space; or "".
     """
     by = f" by up to {measure_padding(network):.1e} (random tokens)" if measured else ""
     return (
         f"In padded batches, {where} changes the outputs of this model{by}: its convolutions read "
-        f"padding, but this model was trained to ignore it. {labels}Run one text at a time, or "
-        "batches of equal length. sentence-transformers, ONNX and pipelines with batch_size pad."
+        f"padding, but this model was trained to ignore it. {labels}{remedy}"
     )
 
 
@@ -164,7 +221,7 @@ def sample_inputs(
     e = network.embeddings
     length = min(_LENGTH, e.positions)
     tokens = rng.integers(0, e.vocab_size, (rows, length))
-    types = rng.integers(0, e.types, (rows, length))
+    types = rng.integers(0, max(1, e.types), (rows, length))
     real = np.concatenate([np.full(rows // 2, length), rng.integers(1, length, rows // 2)])
     mask = (np.arange(length) < real[:, None]).astype(np.int64)
     return np.where(mask, tokens, pad_id), mask, np.where(mask, types, 0)
@@ -181,7 +238,7 @@ def changed_labels(
     Returns:
       (number of changed predictions, number of predictions).
     """
-    tokens, mask, types = _batch_of(folder, network, texts)
+    tokens, mask, types = example_batch(folder, network, texts)
     head = next(head for head in huggingface.TUNED if network.has(head))
     theirs = pytorch_outputs(folder, network, tokens, mask, types)[head]
     ours = our_outputs(network, tokens, mask, types)[head]
@@ -205,8 +262,12 @@ def _describe_labels(folder: Path, network: Network, texts: Sequence[Sequence[st
     return f"In one such batch, {changed} of {count} {named} change. "
 
 
-def _batch_of(folder: Path, network: Network, texts: Sequence[Sequence[str]]):
-    """Returns (tokens, mask, types), each [B, L], padded to the longest row."""
+def example_batch(folder: Path, network: Network, texts: Sequence[Sequence[str]]):
+    """Returns (tokens, mask, types), each [B, L], padded to the longest row.
+
+    Args:
+      texts: as in `check_parity`.
+    """
     if not texts:
         return sample_inputs(
             network, huggingface.read_config(folder).get("pad_token_id") or 0, _BATCH
@@ -219,34 +280,58 @@ def _batch_of(folder: Path, network: Network, texts: Sequence[Sequence[str]]):
     batch = tokenizer(
         *columns, padding=True, truncation=True, max_length=length, return_tensors="np"
     )
-    return batch["input_ids"], batch["attention_mask"], batch["token_type_ids"]
+    tokens = batch["input_ids"]
+    return tokens, batch["attention_mask"], batch.get("token_type_ids", np.zeros_like(tokens))
 
 
 def our_outputs(network: Network, tokens, mask, types) -> dict[str, np.ndarray]:
     """Returns the outputs of `modules.forward`, on the CPU with full float32 matmuls."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.default_matmul_precision("highest"))
-        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may exclude the CPU
-            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
+    with _precise_on_cpu():
         outputs = forward(network)(tokens, mask, types)
         return {name: np.asarray(value) for name, value in outputs.items()}
 
 
-def pytorch_outputs(folder: Path, network: Network, tokens, mask, types) -> dict[str, np.ndarray]:
-    """Returns the outputs of the PyTorch class loaded from a folder, named as in `our_outputs`."""
-    import torch
+@contextlib.contextmanager
+def _precise_on_cpu():
+    """Selects the CPU, unless JAX_PLATFORMS excludes it, and full float32 matmuls."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.default_matmul_precision("highest"))
+        with contextlib.suppress(RuntimeError):
+            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
+        yield
+
+
+def load_class(folder: Path, network: Network, *, masked: bool = False, **options: Any):
+    """Loads a folder with its class of transformers, or the class that ignores padding.
+
+    Args:
+      masked: whether to use `modeling_masked_convbert`.
+      options: of `from_pretrained`.
+    """
     import transformers
 
-    name = huggingface.architecture(network)
+    name, module = huggingface.architecture(network), transformers
+    if masked:
+        from convbert_jax.interop import modeling_masked_convbert as module
+
+        name = f"Masked{name}"
     with _quiet():
-        model = getattr(transformers, name).from_pretrained(folder).float().eval()
+        return getattr(module, name).from_pretrained(folder, **options).float().eval()
+
+
+def pytorch_outputs(
+    folder: Path, network: Network, tokens, mask, types, masked: bool = False
+) -> dict[str, np.ndarray]:
+    """Returns the outputs of `load_class`, named as in `our_outputs`."""
+    import torch
+
+    name = huggingface.architecture(network)
+    model = load_class(folder, network, masked=masked)
     with torch.no_grad():
-        outputs = model(
-            input_ids=torch.tensor(tokens),
-            attention_mask=torch.tensor(mask),
-            token_type_ids=torch.tensor(types),
-            output_hidden_states=True,
-        )
+        inputs = {"input_ids": tokens, "attention_mask": mask}
+        inputs |= {"token_type_ids": types} if network.embeddings.types else {}
+        tensors = {name: torch.tensor(array) for name, array in inputs.items()}
+        outputs = model(**tensors, output_hidden_states=True)
         results = {"hidden": outputs.hidden_states[-1]}
         if "seq_relationship_logits" in outputs:  # BertForPreTraining
             results["mlm_head"] = outputs.prediction_logits
@@ -304,11 +389,10 @@ def _largest(ours: np.ndarray, theirs: np.ndarray, rows: np.ndarray | None = Non
     return float(difference.max())
 
 
-def _versions(network: Network) -> str:
+def _versions(name: str) -> str:
     import torch
     import transformers
 
-    name = huggingface.architecture(network)
     return f"{name} (transformers {transformers.__version__}, torch {torch.__version__})"
 
 
@@ -331,7 +415,13 @@ CARD = "README.md"
 
 
 def write_card(
-    network: Network, *, title: str, made_by: str, report: ParityReport, notes: Sequence[str]
+    network: Network,
+    *,
+    title: str,
+    made_by: str,
+    report: ParityReport,
+    notes: Sequence[str],
+    vectors: VectorConfig | None = None,
 ) -> str:
     """Returns the model card of a network as Markdown.
 
@@ -340,12 +430,14 @@ def write_card(
       made_by: origin of the weights, one sentence.
       report: result of the parity check.
       notes: further paragraphs.
+      vectors: how the network computes vectors, if the folder has files for sentence-transformers.
     """
     name = huggingface.architecture(network)
     layer, embeddings, encoder = network.layer, network.embeddings, network.encoder
     count = sum(array.size for array in network.parameters.values())
     parts = [
-        f"---\nlibrary_name: transformers\ntags:\n- {network.family}\n---",
+        f"---\nlibrary_name: {'sentence-' if vectors else ''}transformers\ntags:\n"
+        f"- {network.family}\n---",
         f"# {title}",
         made_by,
         "\n".join(
@@ -362,10 +454,7 @@ def write_card(
                 f"{embeddings.positions} |",
             ]
         ),
-        "```python\nfrom transformers import AutoTokenizer, "
-        f"{_auto_class(name)}\n\n"
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
-        f'model = {_auto_class(name)}.from_pretrained("FOLDER")\n```',
+        _python(huggingface.auto_class(name), vectors, network.masked),
         *_describe_use(network, name),
         *([report.padding] if report.padding else []),
         *notes,
@@ -374,22 +463,33 @@ def write_card(
     return "\n\n".join(parts) + "\n"
 
 
-def _auto_class(name: str) -> str:
-    for suffix in huggingface.CLASSES.values():
-        if name.endswith(suffix):
-            return f"AutoModel{suffix}"
-    return "AutoModel"
+def _python(auto_class: str, vectors: VectorConfig | None, masked: bool) -> str:
+    """Returns the Python code that loads a folder."""
+    trusted = ", trust_remote_code=True" if masked else ""
+    lines = [
+        f"from transformers import AutoTokenizer, {auto_class}\n",
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+        f'model = {auto_class}.from_pretrained("FOLDER"{trusted})',
+    ]
+    if vectors:
+        prompt = f", prompt_name={next(iter(vectors.prompts))!r}" if vectors.prompts else ""
+        lines = [
+            "from sentence_transformers import SentenceTransformer\n",
+            f'model = SentenceTransformer("FOLDER"{trusted})',
+            f'vectors = model.encode(["A text.", "Another text."]{prompt})',
+        ]
+    return "\n".join(["```python", *lines, "```"])
 
 
 def _describe_use(network: Network, name: str) -> list[str]:
     said = []
     if network.use.get("outputs.texts"):
         said.append(_describe_input(network))
-    if name == "ConvBertModel" and network.has("rtd_head"):
+    if "rtd_head" in huggingface.unclassed_heads(network):
         said.append(
             "The four `discriminator_predictions.*` tensors are the head for replaced-token "
-            "detection. No ConvBERT class has this head, so transformers reports the tensors as "
-            "UNEXPECTED and ignores them; convbert_jax loads them."
+            f"detection. No {name.removesuffix('Model')} class has this head, so transformers "
+            "reports the tensors as UNEXPECTED and ignores them; convbert_jax loads them."
         )
     if "pair_head" in huggingface.unclassed_heads(network):
         said.append(

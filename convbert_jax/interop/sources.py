@@ -12,12 +12,15 @@ from absl import logging
 
 from convbert_jax import storage
 from convbert_jax.config import Config, TokenizerSection, to_text
-from convbert_jax.data import bucket, corpus, pair_worker, parallel_text
+from convbert_jax.data import bucket
+from convbert_jax.data.pair_worker import list_sections
+from convbert_jax.data.stores import read_fingerprints
 from convbert_jax.data.tokenizer.tokenizer import KINDS, Tokenizer, TokenizerError, load_tokenizer
 from convbert_jax.interop import (
     huggingface,
     huggingface_tokenizer,
     matching,
+    sentence_transformers,
     tensorflow1,
     weight_files,
 )
@@ -31,6 +34,7 @@ from convbert_jax.interop.networks import (
     split,
     to_tree,
 )
+from convbert_jax.interop.sentence_transformers import VectorConfig
 from convbert_jax.interop.weight_files import check_finite, shown
 from convbert_jax.training import checkpoints, partitioning
 from convbert_jax.workdir import Workdir
@@ -79,11 +83,13 @@ def read_source(path: str) -> Source:
 
 
 def _read_source(path: str) -> Source:
+    path, phase = split_phase(path)
     folder = storage.to_path(path)
     workdir = Workdir(folder)
     if workdir.holds_run():
-        run = workdir.read_config()
-        step, params = read_params(workdir, run)
+        step = step_of_phase(workdir, phase) if phase else None
+        run = workdir.read_config_at(step)
+        step, params = read_params(workdir, run, step)
         section = dataclasses.asdict(read_tokenizer(workdir, run)[1])
         return Source("run", split(run, params), step=step, tokenizer=section)
     if storage.is_remote(folder):
@@ -101,7 +107,7 @@ def _read_source(path: str) -> Source:
             found.networks,
             found.ignored,
             step=_step_of(found.extra["main"]),
-            **_describe_vocabulary(folder),
+            **describe_vocabulary(folder),
         )
     prefix = tensorflow1.find_prefix(folder)
     if prefix is None:
@@ -119,8 +125,41 @@ def _read_source(path: str) -> Source:
         read.ignored,
         step=read.step,
         moments=read.moments,
-        **_describe_vocabulary(prefix.parent),
+        **describe_vocabulary(prefix.parent),
     )
+
+
+def read_vectors(path: str, source: Source) -> VectorConfig | None:
+    """Returns how the model at `path` computes vectors of texts; None if it has no settings.
+
+    Raises:
+      ConversionError: the settings are not supported.
+    """
+    if source.kind == "huggingface":
+        return sentence_transformers.read(storage.to_path(path))
+    if source.kind == "run":
+        return sentence_transformers.of_run(Workdir(split_phase(path)[0]).read_config())
+    return None
+
+
+def split_phase(path: str) -> tuple[str, str]:
+    """Splits RUN@PHASE, the end of a phase of a run; the phase is "" for any other path."""
+    run, _, phase = path.rpartition("@")
+    return (run, phase) if run and Workdir(run).holds_run() else (path, "")
+
+
+def step_of_phase(workdir: Workdir, phase: str) -> int:
+    """Returns the last step of a phase of a run; raises ConversionError if it has no such phase."""
+    config = workdir.read_config()
+    names = [each.name for each in config.phases]
+    ends = dict(zip(names, config.phase_ends, strict=bool(names)))
+    if phase not in ends:
+        raise ConversionError(
+            f"{workdir} has no phase '{phase}'. Use one of: {', '.join(ends) or 'none'}.",
+            value=phase,
+            path=workdir.path,
+        )
+    return ends[phase]
 
 
 def read_params(workdir: Workdir, config: Config, step: int | None = None) -> tuple[int, Any]:
@@ -263,7 +302,7 @@ def _with_masking(networks: Mapping[str, Network], folder: Path) -> Mapping[str,
     return {name: network.with_masking(masked) for name, network in networks.items()}
 
 
-def _describe_vocabulary(folder: Path) -> dict[str, Any]:
+def describe_vocabulary(folder: Path) -> dict[str, Any]:
     """Returns the fields of `Source` for the vocabulary of a folder.
 
     An unsupported vocabulary is not an error here, because the caller may pass another one.
@@ -293,7 +332,7 @@ def keep_vocabularies(workdir: Workdir, config: Config, tokenizers: Sequence[Tok
     Raises:
       WorkdirError: the folder cannot be written.
     """
-    sections = _sections(config)
+    sections = list_sections(config)
     made = tokenizers if len(sections) > 1 else tokenizers[:1]
     names = [name for name, _ in sections]
     workdir.keep_vocabularies(
@@ -312,7 +351,7 @@ def use_copies(workdir: Workdir, config: Config) -> Config:
     if storage.is_remote(workdir.path):
         return config
     paths = [config.tokenizer.path, config.parallel.target_vocabulary]
-    for number, (name, section) in enumerate(_sections(config)):
+    for number, (name, section) in enumerate(list_sections(config)):
         copy = workdir.vocabulary / name / _file_name(section)
         if section.path and not storage.expand(section.path).exists() and copy.is_file():
             logging.warning("%s does not exist; using the run's copy %s.", section.path, copy)
@@ -336,7 +375,7 @@ def check_learned(workdir: Workdir, config: Config, tokenizers: Sequence[Tokeniz
     learned = workdir.read_fingerprints()
     fields = ("tokenizer.path", "parallel.target_vocabulary")
     for (name, section), tokenizer, field in zip(
-        _sections(config), tokenizers, fields, strict=False
+        list_sections(config), tokenizers, fields, strict=False
     ):
         if learned and learned.get(name) != tokenizer.fingerprint:
             copy = workdir.vocabulary / name / _file_name(section)
@@ -367,7 +406,7 @@ def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeni
     Raises:
       TokenizerError, DamagedFileError: as in `read_tokenizer`.
     """
-    sections = _sections(config)
+    sections = list_sections(config)
     copies = [workdir.vocabulary / name / _file_name(section) for name, section in sections]
     if all(copy.is_file() for copy in copies):
         where, learned = workdir.vocabulary, workdir.read_fingerprints()
@@ -379,7 +418,7 @@ def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeni
         named = all(section.path for _, section in sections)
         where = Path(workdir.data(config)) if named else trained_folder(workdir, config)
         found = [load_tokenizer(section, where / name) for name, section in sections]
-        learned = _prepared_fingerprints(config, where)
+        learned = read_fingerprints(config, where)
     for (name, _), tokenizer in zip(sections, found, strict=True):
         if learned and learned.get(name) != tokenizer.fingerprint:
             raise TokenizerError(
@@ -390,20 +429,5 @@ def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeni
     return found[0], found[-1]
 
 
-def _sections(config: Config) -> list[tuple[str, TokenizerSection]]:
-    """Returns (name, settings) of each vocabulary; the name of a single one is ""."""
-    return pair_worker.list_sections(config) if config.reads_pairs else [("", config.tokenizer)]
-
-
 def _file_name(section: TokenizerSection) -> str:
     return Path(section.path).name if section.path else KINDS[section.kind].FILE
-
-
-def _prepared_fingerprints(config: Config, folder: Path) -> dict[str, str]:
-    """Returns name -> fingerprint of the vocabularies of the rows in a folder, if any."""
-    if not config.reads_pairs:
-        metadata = corpus.read_metadata(folder)
-        return {"": metadata["tokenizer"]} if metadata else {}
-    metadata = parallel_text.read_metadata(folder)
-    names = [name for name, _ in _sections(config)]
-    return dict(zip(names, metadata["tokenizers"], strict=False)) if metadata else {}

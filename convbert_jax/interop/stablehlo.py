@@ -6,7 +6,6 @@ FOLDER/parameters.safetensors   the parameters by path; they precede the inputs 
 FOLDER/signature.json           all arguments in order
 """
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from flax import nnx
 from jax import export
 from safetensors.numpy import load_file
 
-from convbert_jax.config import EncoderConfig, mixers
+from convbert_jax.config import EncoderConfig
 from convbert_jax.interop.networks import ConversionError, Network, make_modules, stack, to_tree
 from convbert_jax.interop.weight_files import save_arrays
 from convbert_jax.training.partitioning import flatten_params
@@ -83,17 +82,7 @@ def write(folder: Path, network: Network) -> None:
 
 def _in_plain_xla(encoder: EncoderConfig) -> EncoderConfig:
     """Returns the encoder without custom kernels: they need one platform and static shapes."""
-    stages = tuple(
-        dataclasses.replace(
-            stage,
-            layer=dataclasses.replace(
-                stage.layer,
-                mixer=mixers.change(stage.layer.mixer, attention="xla", convolution="xla"),
-            ),
-        )
-        for stage in encoder.stages
-    )
-    return dataclasses.replace(encoder, stages=stages)
+    return encoder.with_mixers(attention="xla", convolution="xla")
 
 
 def load(folder: Path):

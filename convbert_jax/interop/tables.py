@@ -5,7 +5,7 @@ for each layer, as in `layers/3/mixer/query/kernel`. LAYER, OUTSIDE and HEADS ma
 parameters of a module. MIXERS has the modules inside of a mixer.
 
 TensorFlow names follow the official ConvBERT, ELECTRA and BERT code; PyTorch names follow the
-ConvBert, Electra and Bert classes of Hugging Face.
+ConvBert, Electra, Bert and ModernBert classes of Hugging Face.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from convbert_jax.config.mixers import Mixer
 from convbert_jax.models.mixers.attention import Attention
 from convbert_jax.models.mixers.mixed import Mixed
 
-FAMILIES = ("convbert", "electra", "bert")
+FAMILIES = ("convbert", "electra", "bert", "modernbert")
 READ_PADDING = ("convbert",)  # families whose PyTorch classes have an unmasked convolution
 
 
@@ -99,10 +99,10 @@ _CONVOLUTION = {
         "attention/self/conv_attn_point",
     ),
 }
-# Mixer class: (families with this mixer, module below `mixer/` -> names as in LAYER). Other
-# software has no other mixers.
+# Mixer class: (families with this mixer, most specific first; module below `mixer/` -> names as in
+# LAYER). Other software has no other mixers.
 MIXERS: Mapping[type[Mixer], tuple[tuple[str, ...], Mapping[str, tuple[str, str, str]]]] = {
-    Attention: (("electra", "bert"), _ATTENTION),
+    Attention: (("bert", "electra", "modernbert"), _ATTENTION),
     Mixed: (("convbert",), _ATTENTION | _CONVOLUTION),
 }
 # The feed-forward modules with more than one group.
@@ -126,6 +126,41 @@ OUTSIDE = {
     "embeddings/norm": ("norm", "embeddings.LayerNorm", "embeddings/LayerNorm"),
     "embeddings_project": ("dense", "embeddings_project", "embeddings_project"),
 }
+# ModernBERT's layers and modules before and after them; tensors of Wqkv and Wi are fused in files,
+# see modernbert.py. The TensorFlow code has no such layers.
+MODERN_LAYER = {
+    "mixer_norm": ("norm", "attn_norm", None),
+    "mixer/query": ("dense", "attn.Wqkv.query", None),
+    "mixer/key": ("dense", "attn.Wqkv.key", None),
+    "mixer/value": ("dense", "attn.Wqkv.value", None),
+    "mixer/output": ("dense", "attn.Wo", None),
+    "feed_forward/intermediate": ("dense", "mlp.Wi.input", None),
+    "feed_forward/gate": ("dense", "mlp.Wi.gate", None),
+    "feed_forward/output": ("dense", "mlp.Wo", None),
+    "feed_forward_norm": ("norm", "mlp_norm", None),
+}
+MODERN_OUTSIDE = {
+    "embeddings/word": ("table", "embeddings.tok_embeddings", None),
+    "embeddings/norm": ("norm", "embeddings.norm", None),
+    "norm": ("norm", "final_norm", None),
+}
+# Heads that no class has; transformers ignores these tensors.
+_PAIR_HEAD = {
+    "pair_head/dense": ("dense", "pair_predictions.dense", None),
+    "pair_head/output": ("pair_output", "pair_predictions.out_proj", None),
+}
+_RTD_HEAD = {
+    "rtd_head/dense": (
+        "dense",
+        "discriminator_predictions.dense",
+        "discriminator_predictions/dense",
+    ),
+    "rtd_head/output": (
+        "dense",
+        "discriminator_predictions.dense_prediction",
+        "discriminator_predictions/dense_1",
+    ),
+}
 _ELECTRA_HEADS = {
     "mlm_head/dense": ("dense", "generator_predictions.dense", "generator_predictions/dense"),
     "mlm_head/norm": (
@@ -138,24 +173,13 @@ _ELECTRA_HEADS = {
         "generator_lm_head.bias",
         "generator_predictions/output_bias",
     ),
-    "rtd_head/dense": (
-        "dense",
-        "discriminator_predictions.dense",
-        "discriminator_predictions/dense",
-    ),
-    "rtd_head/output": (
-        "dense",
-        "discriminator_predictions.dense_prediction",
-        "discriminator_predictions/dense_1",
-    ),
+    **_RTD_HEAD,
     # Heads of fine-tuned models; the TensorFlow code names them after the task.
     "sequence_head/dense": ("dense", "classifier.dense", None),
     "sequence_head/output": ("dense", "classifier.out_proj", None),
     "token_head/output": ("dense", "classifier", None),
     "span_head/output": ("dense", "qa_outputs", None),
-    # No class has this head; transformers ignores these tensors.
-    "pair_head/dense": ("dense", "pair_predictions.dense", None),
-    "pair_head/output": ("pair_output", "pair_predictions.out_proj", None),
+    **_PAIR_HEAD,
 }
 # family -> heads; their names do not begin with the prefix of the encoder.
 HEADS = {
@@ -178,7 +202,16 @@ HEADS = {
         "token_head/output": ("dense", "classifier", None),
         "span_head/output": ("dense", "qa_outputs", None),
     },
+    "modernbert": {
+        "mlm_head/dense": ("dense", "head.dense", None),
+        "mlm_head/norm": ("norm", "head.norm", None),
+        "mlm_head/output_bias": ("vector", "decoder.bias", None),
+        **_RTD_HEAD,
+        **_PAIR_HEAD,
+    },
 }
+# Prefix of the names outside of heads in classes with a head.
+PREFIXES = {name: f"{name}." for name in FAMILIES} | {"modernbert": "model."}
 # Copies of tied parameters that PyTorch files may contain: copy -> original.
 TIED = {
     "convbert": {"generator_lm_head.weight": "embeddings.word_embeddings.weight"},
@@ -187,6 +220,7 @@ TIED = {
         "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
+    "modernbert": {"decoder.weight": "embeddings.tok_embeddings.weight"},
 }
 
 
@@ -206,14 +240,15 @@ def huggingface_places(
     Args:
       family: one of FAMILIES.
       layer: the config of every layer.
-      prefix: prefix of all names except heads: "convbert.", or "" for a bare encoder.
+      prefix: prefix of all names except heads: one of PREFIXES, or "" for a bare encoder.
 
     Raises:
       KeyError: the family has no name for a path.
     """
 
     def place(path):
-        kind, (theirs, _), leaf, in_head = _find(path, family, layer, "encoder.layer.{}.")
+        folder = "layers.{}." if family == "modernbert" else "encoder.layer.{}."
+        kind, (theirs, _), leaf, in_head = _find(path, family, layer, folder)
         suffix, layout, _, _ = KINDS[kind][leaf]
         return Place(f"{'' if in_head else prefix}{theirs}{suffix}", layout)
 
@@ -254,13 +289,16 @@ def _find(path: str, family: str, layer: LayerConfig, layer_folder: str):
     """Returns (kind, (Hugging Face name, TensorFlow name), leaf, whether it is in a head)."""
     if path.startswith("layers/"):
         _, index, inner = path.split("/", 2)
-        _, names = MIXERS[type(layer.mixer)]
-        table = LAYER | {f"mixer/{name}": row for name, row in names.items()}
-        table |= GROUPED if layer.ffn_groups > 1 else {}
         folder, in_head = layer_folder.format(index), False
+        if family == "modernbert":
+            table = MODERN_LAYER
+        else:
+            _, names = MIXERS[type(layer.mixer)]
+            table = LAYER | {f"mixer/{name}": row for name, row in names.items()}
+            table |= GROUPED if layer.ffn_groups > 1 else {}
     else:
         inner, folder, in_head = path, "", path not in _outside_paths()
-        table = OUTSIDE | HEADS[family]
+        table = HEADS[family] | (MODERN_OUTSIDE if family == "modernbert" else OUTSIDE)
     module, _, leaf = inner.rpartition("/")
     if module not in table:
         module, leaf = inner, ""
@@ -272,7 +310,8 @@ def _find(path: str, family: str, layer: LayerConfig, layer_folder: str):
 
 @functools.cache
 def _outside_paths() -> set[str]:
-    return {f"{module}/{leaf}" for module, (kind, *_) in OUTSIDE.items() for leaf in KINDS[kind]}
+    modules = OUTSIDE | MODERN_OUTSIDE
+    return {f"{module}/{leaf}" for module, (kind, *_) in modules.items() for leaf in KINDS[kind]}
 
 
 def export_error(mixer: Mixer, form: str, hidden_size: int) -> str:

@@ -15,10 +15,12 @@ import numpy as np
 from absl import logging
 
 from convbert_jax.config import EncoderConfig
+from convbert_jax.config.mixers import AttentionOptions
 from convbert_jax.interop import tensor_bundle
 from convbert_jax.interop.networks import (
     ConversionError,
     Network,
+    check_block,
     check_same_layers,
     describe_sizes,
     shapes,
@@ -38,6 +40,7 @@ from convbert_jax.models.mixers.mixed import Mixed
 STEP = "global_step"
 SLOTS = ("/adam_m", "/adam_v")  # suffixes of AdamWeightDecayOptimizer in the official code
 EPSILON = 1e-12  # of all layer norms
+_FAMILIES = ("convbert", "electra", "bert")  # the ones with an official TensorFlow code
 _HEAD_SIZE = 64  # of all published ELECTRA and BERT models
 _TABLE = "embeddings/word_embeddings"
 _STEPS = (np.dtype("<i8"), np.dtype("<i4"))
@@ -223,10 +226,9 @@ def check_expressible(network: Network) -> None:
       ConversionError: it cannot; the message has the reason and a fix.
     """
     why = export_error(network.layer.mixer, "tensorflow1", network.layer.hidden_size)
-    if why or not network.family:
-        raise ConversionError(
-            why or "The official TensorFlow code has no such mixer. Export with --format=stablehlo."
-        )
+    if why:
+        raise ConversionError(why)
+    check_block(network, _FAMILIES, "the official TensorFlow code")
     if network.layer.layer_norm_epsilon != EPSILON:
         raise ConversionError(
             f"config.model.layer_norm_epsilon={network.layer.layer_norm_epsilon:g} differs from "
@@ -358,7 +360,7 @@ def _sizes(bundle: Bundle, where: _Scopes, prefix: Path):
             f"{prefix} has {width} channels, which are not divisible by {heads} heads.", path=prefix
         )
     attention = {"attention_heads": heads, "head_size": width // heads, "attention": "auto"}
-    attention["attention_dropout"] = 0.1
+    attention |= {"attention_dropout": 0.1, "options": AttentionOptions()}
     mixer = Attention(**attention)
     if mixed:
         mixer = Mixed(

@@ -28,14 +28,17 @@ from convbert_jax.storage import parse_json
 
 _LARGEST_JSON = 1 << 25  # bytes; the largest tokenizer.json of a BERT has 5 million
 LARGEST = 1 << 20  # largest accepted model dimension; a larger one means a damaged file
-LEAST_PARAMETERS = 16  # tensors of a layer in every family; bounds the layers of a file
+LEAST_PARAMETERS = 8  # tensors of a layer in every family; bounds the layers of a file
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, kind: type = dict) -> Any:
     """Reads an untrusted JSON file.
 
+    Args:
+      kind: dict or list, the expected content.
+
     Raises:
-      ConversionError: the file is missing, too large, or does not contain a JSON object.
+      ConversionError: the file is missing, too large, or has another content.
     """
     try:
         if path.exists() and not path.is_file():
@@ -50,10 +53,50 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConversionError(f"{path} cannot be read ({error.strerror}).", path=path) from None
     except ValueError as error:
         raise ConversionError(f"{path} is damaged ({error}). Copy it again.", path=path) from None
-    if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise ConversionError(f"{path} is damaged: expected an object, found {kind}.", path=path)
+    if not isinstance(content, kind):
+        raise ConversionError(
+            f"{path} is damaged: expected a {kind.__name__}, found {type(content).__name__}.",
+            path=path,
+        )
     return content
+
+
+def read_count(
+    content: Mapping[str, Any], name: str, default: int | None = None, *, file: str = "config.json"
+) -> int:
+    """Reads a positive integer of a JSON file.
+
+    Args:
+      file: name of the file, for the error message.
+
+    Raises:
+      ConversionError: it is missing without a default, or not an integer from 1 to LARGEST.
+    """
+    value = content.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= LARGEST:
+        raise ConversionError(
+            f"{file} has {name}={shown(value)}, expected an integer from 1 to {LARGEST:,}.",
+            field=name,
+            value=value,
+        )
+    return value
+
+
+def read_fraction(content: Mapping[str, Any], name: str, default: float) -> float:
+    """Reads a number of config.json.
+
+    Raises:
+      ConversionError: it is not a number of at least 0 and less than 1.
+    """
+    value = content.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConversionError(
+            f"config.json has {name}={shown(value)}, expected a number of at least 0 and less "
+            "than 1.",
+            field=name,
+            value=value,
+        )
+    return float(value)
 
 
 def check_memory(size: int, path: Path) -> None:
@@ -204,7 +247,7 @@ def _parsed_files(folder: Path) -> list[Path]:
 
 
 def _all_files(folder: Path) -> list[Path]:
-    found = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
+    found = folder.rglob("*")
     return sorted(path for path in found if path.name != MANIFEST and path.is_file())
 
 

@@ -7,22 +7,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.config import LayerConfig, Mixer, StageConfig
+from convbert_jax.config import LayerConfig, Mixer
 from convbert_jax.config.network import DecoderConfig
-from convbert_jax.models.encoder import REMAT_POLICIES, FeedForward, inner_key
+from convbert_jax.models.encoder import FeedForward, inner_key, make_stages, scan_stages
 from convbert_jax.models.layers import (
-    NORMS,
+    Canons,
     Dense,
     Initializers,
     State,
+    add_canons,
     dropout,
     initializers,
+    make_norm,
     residual,
 )
 from convbert_jax.models.mixers.attention import Attention, join, project, split
 from convbert_jax.ops.attention import attention, decode_attention
 from convbert_jax.ops.nn import dropout_of
-from convbert_jax.ops.partitioning import constrain_activations, layers_at_once
+from convbert_jax.ops.partitioning import constrain_activations
 
 
 class DecodeContext(NamedTuple):
@@ -45,16 +47,16 @@ class DecoderLayer(nnx.Module):
     """Causal mixer, optional cross-attention, feed-forward; each with dropout and residual norm."""
 
     def __init__(self, config: LayerConfig, source: Mixer | None, rngs: nnx.Rngs):
-        hidden, epsilon = config.hidden_size, config.layer_norm_epsilon
+        hidden = config.hidden_size
         starts = initializers(config.initializers, config.initializer_range)
         self.mixer = config.mixer.module(hidden, starts, rngs, causal=True)
-        norm = NORMS[config.normalization]
-        self.mixer_norm = norm(hidden, epsilon)
+        self.mixer_norm = make_norm(config, hidden)
         if source is not None:
-            self.source = SourceAttention(source, hidden, starts, rngs, config.biases)
-            self.source_norm = norm(hidden, epsilon)
+            self.source = SourceAttention(source, hidden, starts, rngs)
+            self.source_norm = make_norm(config, hidden)
         self.feed_forward = FeedForward(config, starts, rngs)
-        self.feed_forward_norm = norm(hidden, epsilon)
+        self.feed_forward_norm = make_norm(config, hidden)
+        add_canons(self, config, starts, rngs, causal=True)
         self.dropout, self.norm, self.reads = config.dropout, config.norm, source is not None
 
     def __call__(
@@ -66,8 +68,12 @@ class DecoderLayer(nnx.Module):
         key: Array | None = None,
     ) -> Float[Array, "B L C"]:
         keys = [None] * 5 if key is None else jax.random.split(key, 5)
-        x = constrain_activations(x)
-        x = self._add(x, lambda x: self.mixer(x, segment_ids, keys[0]), "mixer", keys[1])
+        x, canons = constrain_activations(x), Canons(segment_ids)
+
+        def mix(x):
+            return self.mixer(canons(self, "mixer", x), segment_ids, keys[0])
+
+        x = self._add(x, mix, "mixer", keys[1])
         if self.reads:
 
             def read(x):
@@ -75,24 +81,27 @@ class DecoderLayer(nnx.Module):
 
             x = self._add(x, read, "source", keys[3])
 
-        def feed(x):
-            return self.feed_forward(x, inner_key(keys[4]))
+        return self._feed(x, canons, keys[4])
 
-        return self._add(x, feed, "feed_forward", keys[4])
+    def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> State:
+        """Return the state before the first position."""
+        mixer = self.mixer.start(rows, length, dtype, copies)
+        return mixer, Canons.start(rows, dtype, self, self.feed_forward)
 
     def prefill(
         self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int
     ) -> tuple[Float[Array, "B P C"], State]:
         """Process all prompt positions of a decoder-only layer; also return the decoding state."""
-        state = None
+        state, canons = None, Canons(segment_ids, copies=copies)
 
         def mix(x):
             nonlocal state
+            x = canons(self, "mixer", x)
             out, state = self.mixer.prefill(x, segment_ids, length, copies)
             return out
 
         x = self._add(constrain_activations(x), mix, "mixer")
-        return self._add(x, self.feed_forward, "feed_forward"), state
+        return self._feed(x, canons), (state, canons.state)
 
     def step(
         self,
@@ -103,16 +112,24 @@ class DecoderLayer(nnx.Module):
         source_ids: Int[Array, "B S"] | None,
     ) -> tuple[Float[Array, "R 1 C"], State]:
         """Process one position; `kept` and `source_ids` are None without cross-attention."""
+        of_mixer, past = state
+        canons = Canons(past=past)
 
         def mix(x):
-            nonlocal state
-            out, state = self.mixer.step(x, state, places)
+            nonlocal of_mixer
+            out, of_mixer = self.mixer.step(canons(self, "mixer", x), of_mixer, places)
             return out
 
         x = self._add(x, mix, "mixer")
         if self.reads:
             x = self._add(x, lambda x: self.source.step(x, kept, source_ids), "source")
-        return self._add(x, self.feed_forward, "feed_forward"), state
+        return self._feed(x, canons), (of_mixer, canons.state)
+
+    def _feed(self, x, canons, key=None):
+        def feed(x):
+            return self.feed_forward(canons(self, "feed_forward", x), canons, inner_key(key))
+
+        return self._add(x, feed, "feed_forward", key)
 
     def _add(self, x, inner, name, key=None):
         def drop(x):
@@ -128,12 +145,12 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.stages = nnx.Dict(
-            {str(i): _stack(stage, config.source, rngs) for i, stage in enumerate(config.stages)}
-        )
+        def make(layer, rngs):
+            return DecoderLayer(layer, config.source, rngs)
+
+        self.stages = make_stages(make, config.stages, rngs)
         if config.last_norm:
-            last = config.stages[-1].layer
-            self.norm = NORMS[last.normalization](config.hidden_size, last.layer_norm_epsilon)
+            self.norm = make_norm(config.stages[-1].layer, config.hidden_size)
         self.config = config
 
     def __call__(
@@ -148,29 +165,19 @@ class Decoder(nnx.Module):
 
         A position sees itself, earlier positions of its segment, and the source of its segment.
         """
-        c = self.config
 
-        def run(x, layer_and_key):
-            layer, layer_key = layer_and_key
+        def run(x, layer, layer_key):
             return layer(x, segment_ids, source, source_ids, layer_key), None
 
-        policy = REMAT_POLICIES[c.remat]
-        if policy is not None:
-            run = jax.checkpoint(run, policy=policy, prevent_cse=False)
-        for i, stage in enumerate(c.stages):
-            keys = (
-                None if key is None else jax.random.split(jax.random.fold_in(key, i), stage.depth)
-            )
-            unroll = layers_at_once(stage.depth, c.scan_unroll)
-            x, _ = jax.lax.scan(run, x, (self.stages[str(i)], keys), unroll=unroll)
-        return dropout(self._finish(x), c.last_dropout, inner_key(key))
+        x, _ = scan_stages(run, x, self.stages, self.config, key)
+        return dropout(self._finish(x), self.config.last_dropout, inner_key(key))
 
     def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> tuple[State, ...]:
         """Return each layer's state before the first position of rows of up to `length` positions.
 
         Each group of `copies` adjacent rows may be reordered later, as in a beam search.
         """
-        return tuple(layer.mixer.start(rows, length, dtype, copies) for layer in self._layers())
+        return tuple(layer.start(rows, length, dtype, copies) for layer in self._layers())
 
     def prefill(
         self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int = 1
@@ -219,19 +226,17 @@ class Decoder(nnx.Module):
 
     def _layers(self) -> tuple[DecoderLayer, ...]:
         """Unstack the layers."""
-        return tuple(
-            jax.tree.map(lambda leaf, n=n: leaf[n], self.stages[str(i)])
-            for i, stage in enumerate(self.config.stages)
-            for n in range(stage.depth)
-        )
+        layers = []
+        for i, stage in enumerate(self.config.stages):
+            for n, config in enumerate(stage.layers):
+                layer = jax.tree.map(lambda leaf, n=n: leaf[n], self.stages[str(i)])
+                if len(stage.pattern) > 1:
+                    layer.mixer.config = config.mixer
+                layers.append(layer)
+        return tuple(layers)
 
     def _finish(self, x):
         return self.norm(x) if self.config.last_norm else x
-
-
-def _stack(stage: StageConfig, source: Mixer | None, rngs: nnx.Rngs) -> DecoderLayer:
-    make = nnx.vmap(lambda layer_rngs: DecoderLayer(stage.layer, source, layer_rngs))
-    return make(rngs.split(stage.depth))
 
 
 class SourceAttention(nnx.Module):
@@ -246,8 +251,8 @@ class SourceAttention(nnx.Module):
         hidden_size: int,
         initializers: Initializers,
         rngs: nnx.Rngs,
-        biases: bool = True,
     ):
+        biases = config.options.biases
         width = config.attention_heads * config.head_size
         self.query = Dense(hidden_size, width, initializers.dense, rngs, biases)
         self.key = Dense(hidden_size, width, initializers.dense, rngs, biases)

@@ -1,21 +1,25 @@
-"""Encoder: stages of identical layers; the parameters of each stage are stacked and scanned."""
+"""Encoder: stages of layers; the parameters of each stage are stacked and scanned."""
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.config import EncoderConfig, LayerConfig
+from convbert_jax.config import EncoderConfig, LayerConfig, StageConfig
+from convbert_jax.config.network import DecoderConfig
 from convbert_jax.models.layers import (
-    NORMS,
+    Canons,
     Capture,
     Dense,
     Initializers,
+    add_canons,
     dropout,
     feed_forward_dense,
     initializers,
+    make_norm,
     residual,
 )
 from convbert_jax.ops import products
@@ -55,11 +59,14 @@ class FeedForward(nnx.Module):
         self.output = make(inner, hidden)
         self.config = config
 
-    def __call__(self, x: Float[Array, "B L C"], key: Array | None = None) -> Float[Array, "B L C"]:
+    def __call__(
+        self, x: Float[Array, "B L C"], canons: Canons, key: Array | None = None
+    ) -> Float[Array, "B L C"]:
         """Apply the block; with a key, use `activation_dropout` before the last dense layer."""
-        inner = ACTIVATIONS[self.config.activation](self.intermediate(x))
+        inner = canons(self, "intermediate", self.intermediate(x))
+        inner = ACTIVATIONS[self.config.activation](inner)
         if self.config.gated:
-            inner = inner * self.gate(x)
+            inner = inner * canons(self, "gate", self.gate(x))
         return self.output(dropout(inner, self.config.activation_dropout, key))
 
 
@@ -74,10 +81,11 @@ class Layer(nnx.Module):
     def __init__(self, config: LayerConfig, rngs: nnx.Rngs):
         starts = initializers(config.initializers, config.initializer_range)
         self.mixer = config.mixer.module(config.hidden_size, starts, rngs)
-        norm = NORMS[config.normalization]
-        self.mixer_norm = norm(config.hidden_size, config.layer_norm_epsilon)
+        if config.mixer_norm:
+            self.mixer_norm = make_norm(config, config.hidden_size)
         self.feed_forward = FeedForward(config, starts, rngs)
-        self.feed_forward_norm = norm(config.hidden_size, config.layer_norm_epsilon)
+        self.feed_forward_norm = make_norm(config, config.hidden_size)
+        add_canons(self, config, starts, rngs)
         self.dropout, self.norm = config.dropout, config.norm
 
     def __call__(
@@ -88,16 +96,19 @@ class Layer(nnx.Module):
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
-        x = constrain_activations(x)
+        x, canons = constrain_activations(x), Canons(segment_ids)
 
         def mix(x):
+            x = canons(self, "mixer", x)
             return dropout(self.mixer(x, segment_ids, keys[0], capture), self.dropout, keys[1])
 
         def feed(x):
-            return dropout(self.feed_forward(x, inner_key(keys[2])), self.dropout, keys[2])
+            x = self.feed_forward(canons(self, "feed_forward", x), canons, inner_key(keys[2]))
+            return dropout(x, self.dropout, keys[2])
 
         with jax.named_scope("mixer"):
-            x = constrain_activations(residual(x, mix, self.mixer_norm, self.norm))
+            norm = getattr(self, "mixer_norm", None)
+            x = constrain_activations(residual(x, mix, norm, self.norm))
         with jax.named_scope("feed_forward"):
             return constrain_activations(residual(x, feed, self.feed_forward_norm, self.norm))
 
@@ -115,17 +126,10 @@ class Encoder(nnx.Module):
             self.embeddings_project = Dense(
                 config.embedding_size, config.hidden_size, starts.glorot, rngs
             )
-        # A Dict with string keys: parameter paths and checkpoints do not support lists.
-        self.stages = nnx.Dict(
-            {
-                str(i): _stack(stage.layer, stage.depth, rngs)
-                for i, stage in enumerate(config.stages)
-            }
-        )
+        self.stages = make_stages(Layer, config.stages, rngs)
         last = config.stages[-1].layer
         if last.norm == "pre":
-            norm = NORMS[last.normalization]
-            self.norm = norm(config.hidden_size, last.layer_norm_epsilon)
+            self.norm = make_norm(last, config.hidden_size)
         self.config = config
 
     def __call__(
@@ -160,8 +164,7 @@ class Encoder(nnx.Module):
         if c.embedding_size != c.hidden_size:
             x = self.embeddings_project(x)
 
-        def run(x, layer_and_key):
-            layer, layer_key = layer_and_key
+        def run(x, layer, layer_key):
             if not wanted:
                 return layer(x, segment_ids, layer_key), None
             captured = Capture(wanted)
@@ -170,17 +173,7 @@ class Encoder(nnx.Module):
             offered.update(captured.offered)
             return x, captured.seen
 
-        policy = REMAT_POLICIES[c.remat]
-        if policy is not None:
-            run = jax.checkpoint(run, policy=policy, prevent_cse=False)
-        seen = []
-        for i, stage in enumerate(c.stages):
-            keys = (
-                None if key is None else jax.random.split(jax.random.fold_in(key, i), stage.depth)
-            )
-            unroll = layers_at_once(stage.depth, c.scan_unroll)
-            x, of_stage = jax.lax.scan(run, x, (self.stages[str(i)], keys), unroll=unroll)
-            seen.append(of_stage)
+        x, seen = scan_stages(run, x, self.stages, c, key)
         if c.stages[-1].layer.norm == "pre":
             x = dropout(self.norm(x), c.last_dropout, inner_key(key))
         if missing := wanted - offered:
@@ -188,7 +181,7 @@ class Encoder(nnx.Module):
                 f"Unknown capture {sorted(wanted)}: no layer offers {sorted(missing)}. "
                 f"Choose from {sorted(offered)}."
             )
-        return (x, tuple(seen)) if wanted else x
+        return (x, seen) if wanted else x
 
     def offers(self) -> tuple[frozenset[str], ...]:
         """Return the names that `capture` accepts for each stage, without computing anything."""
@@ -205,5 +198,68 @@ class Encoder(nnx.Module):
         return tuple(found)
 
 
-def _stack(config: LayerConfig, depth: int, rngs: nnx.Rngs) -> Layer:
-    return nnx.vmap(lambda layer_rngs: Layer(config, layer_rngs))(rngs.split(depth))
+def make_stages(
+    make: Callable[[LayerConfig, nnx.Rngs], nnx.Module],
+    stages: Sequence[StageConfig],
+    rngs: nnx.Rngs,
+) -> nnx.Dict:
+    """Make the layers of each stage, with parameters stacked along axis 0.
+
+    The keys are numbers as strings: parameter paths and checkpoints do not support lists.
+    """
+    made = {}
+    for i, stage in enumerate(stages):
+        stack = nnx.vmap(functools.partial(make, stage.layer))
+        made[str(i)] = stack(rngs.split(stage.depth))
+    return nnx.Dict(made)
+
+
+def scan_stages(
+    run: Callable[[Array, nnx.Module, Array | None], tuple[Array, dict[str, Array] | None]],
+    x: Float[Array, "B L C"],
+    stages: nnx.Dict,
+    config: EncoderConfig | DecoderConfig,
+    key: Array | None,
+) -> tuple[Float[Array, "B L C"], tuple[dict[str, Array] | None, ...]]:
+    """Apply `run(x, layer, key)` to the layers of all stages, in order.
+
+    A stage is one `lax.scan` over its pattern, so each member is compiled once.
+
+    Returns:
+      The last output, and for each stage the second results of its layers, stacked.
+    """
+    policy = REMAT_POLICIES[config.remat]
+    if policy is not None:
+        run = jax.checkpoint(run, policy=policy, prevent_cse=False)
+    seen = []
+    for i, stage in enumerate(config.stages):
+        layers, period = stages[str(i)], len(stage.pattern)
+        keys = None if key is None else jax.random.split(jax.random.fold_in(key, i), stage.depth)
+        unroll = layers_at_once(stage.depth // period, max(1, config.scan_unroll // period))
+        if period == 1:
+            scanned = jax.lax.scan(lambda x, each: run(x, *each), x, (layers, keys), unroll=unroll)
+        else:
+            scanned = _scan_pattern(run, x, layers, keys, stage, unroll)
+        x, of_stage = scanned
+        seen.append(of_stage)
+    return x, tuple(seen)
+
+
+def _scan_pattern(run, x, layers, keys, stage: StageConfig, unroll: int):
+    period = len(stage.pattern)
+
+    def by_pattern(leaf):
+        return leaf.reshape(-1, period, *leaf.shape[1:])
+
+    def run_pattern(x, layers_and_keys):
+        found = []
+        for n, config in enumerate(stage.pattern):
+            layer, layer_key = jax.tree.map(lambda leaf, n=n: leaf[n], layers_and_keys)
+            layer.mixer.config = config.mixer
+            x, of_layer = run(x, layer, layer_key)
+            found.append(of_layer)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+
+    xs = jax.tree.map(by_pattern, (layers, keys))
+    x, found = jax.lax.scan(run_pattern, x, xs, unroll=unroll)
+    return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)

@@ -7,13 +7,13 @@ from jaxtyping import Array, Float
 
 from convbert_jax.config import EmbeddingsConfig
 from convbert_jax.models.embeddings import Embeddings
-from convbert_jax.models.layers import Dense, Initializers, LayerNorm, dropout
+from convbert_jax.models.layers import Dense, Initializers, dropout, make_norm
 from convbert_jax.ops.nn import gelu
 from convbert_jax.ops.products import dense, einsum
 
 
 class MaskedLanguageHead(nnx.Module):
-    """Dense to the embedding size, GELU, layer norm, tied output embedding and bias (BERT)."""
+    """Dense to the embedding size, GELU, norm, tied output embedding and bias (BERT)."""
 
     def __init__(
         self,
@@ -22,8 +22,8 @@ class MaskedLanguageHead(nnx.Module):
         initializers: Initializers,
         rngs: nnx.Rngs,
     ):
-        self.dense = Dense(hidden_size, config.size, initializers.dense, rngs)
-        self.norm = LayerNorm(config.size, config.layer_norm_epsilon)
+        self.dense = Dense(hidden_size, config.size, initializers.dense, rngs, config.biases)
+        self.norm = make_norm(config, config.size)
         self.output_bias = nnx.Param(jnp.zeros(config.vocab_size))
 
     @jax.named_scope("heads")

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.config import Config, EncoderConfig
+from convbert_jax.config import Config, EmbeddingsConfig, EncoderConfig
 from convbert_jax.config.network import EncoderDecoderConfig, LanguageModelConfig
-from convbert_jax.config.sequences import OF_PAIRS
-from convbert_jax.interfaces import Rules
+from convbert_jax.interfaces import REPLICATED, Rules
 from convbert_jax.models.decoder import DecodeContext, Decoder
-from convbert_jax.models.embeddings import Embed, Embeddings, Tokens, add, output_logits
+from convbert_jax.models.embeddings import Embed, Embeddings, add, output_logits
 from convbert_jax.models.encoder import Encoder, Seen
 from convbert_jax.models.heads import (
     DiscriminatorHead,
@@ -92,6 +91,25 @@ class PretrainingModel(nnx.Module):
             )
         self.projections = Projections(config, starts, rngs)
         self.config = config
+
+    @staticmethod
+    def parts(config: Config) -> dict[str, dict[str, str]]:
+        """Return network -> {part of the network: its path in the parameters}, for `interop`."""
+        main = {
+            "embeddings": "embeddings",
+            "encoder": "discriminator",
+            "rtd_head": "discriminator_head",
+        }
+        kind = config.generator.kind
+        if kind == "uniform":
+            return {"main": main}
+        untied = kind == "separate" and not config.generator.tie_embeddings
+        generator = {
+            "embeddings": "generator_embeddings" if untied else "embeddings",
+            "encoder": "generator" if kind == "separate" else "discriminator",
+            "mlm_head": "generator_head",
+        }
+        return {"main": main, "generator": generator}
 
     def generate(
         self,
@@ -206,6 +224,13 @@ class MaskedLanguageModel(nnx.Module):
             self.pair_head = PairHead(config.encoder.hidden_size, starts, rngs)
         self.projections = Projections(config, starts, rngs)
 
+    @staticmethod
+    def parts(config: Config) -> dict[str, dict[str, str]]:
+        """Return the parts of the main network; see `PretrainingModel.parts`."""
+        main = {"embeddings": "embeddings", "encoder": "encoder", "mlm_head": "head"}
+        pairs = config.objective.sentence_pairs != "none"
+        return {"main": main | ({"pair_head": "pair_head"} if pairs else {})}
+
     def generate(
         self,
         tokens: Int[Array, "B L"],
@@ -288,6 +313,31 @@ def _pick(hidden: Float[Array, "B L C"], positions: Int[Array, "B M"]) -> Float[
     return picked.astype(hidden.dtype)
 
 
+class EmbeddingModel(nnx.Module):
+    """Embeddings and encoder without a head, for vectors of texts."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.embeddings = Embeddings(config.embeddings, _initializers(config).dense, rngs)
+        self.encoder = Encoder(config.encoder, rngs)
+
+    @staticmethod
+    def parts(config: Config) -> dict[str, dict[str, str]]:
+        """Return the parts of the main network; see `PretrainingModel.parts`."""
+        return {"main": {"embeddings": "embeddings", "encoder": "encoder"}}
+
+    def encode(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        key: Array | None = None,
+    ) -> Float[Array, "B L C"]:
+        """Compute last-layer hidden states of single texts in `dtype`."""
+        types = jnp.zeros_like(tokens)
+        return _encode(self.embeddings, self.encoder, tokens, segment_ids, types, dtype, key)
+
+
 # --- Fine-tuning ---
 
 
@@ -305,6 +355,12 @@ class FinetunedModel(nnx.Module):
         self.head = HEADS[config.outputs.head](config, starts, rngs)
         self.kind = config.outputs.head
         self.dropout = m.dropout
+
+    @staticmethod
+    def parts(config: Config) -> dict[str, dict[str, str]]:
+        """Return the parts of the main network; see `PretrainingModel.parts`."""
+        head = f"{config.outputs.head}_head"
+        return {"main": {"embeddings": "embeddings", "encoder": "encoder", head: "head"}}
 
     def encode(
         self,
@@ -396,8 +452,7 @@ class _Generative(nnx.Module):
 
     def _add_output(self, config, tokens, rngs: nnx.Rngs):
         if not config.tied_output:
-            start = nnx.initializers.normal(tokens.size**-0.5)
-            self.output = Embed(tokens.vocab_size, tokens.size, start, rngs)
+            self.output = Embed(tokens.vocab_size, tokens.size, _normal(tokens), rngs)
         self.config = config
 
     def step(
@@ -419,11 +474,15 @@ class _Generative(nnx.Module):
         return output_logits(x, self.target.word if self.config.tied_output else self.output)
 
 
+def _normal(tokens: EmbeddingsConfig) -> nnx.Initializer:
+    return nnx.initializers.normal(tokens.size**-0.5)
+
+
 class LanguageModel(_Generative):
     """Decoder-only language model: each position predicts the next token."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs):
-        self.target = Tokens(config.tokens, rngs)
+        self.target = Embeddings(config.tokens, _normal(config.tokens), rngs)
         self.decoder = Decoder(config.decoder, rngs)
         self._add_output(config, config.tokens, rngs)
 
@@ -486,9 +545,9 @@ class EncoderDecoder(_Generative):
     """Encoder-decoder; with a shared vocabulary, `target` embeds the source too."""
 
     def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs):
-        self.target = Tokens(config.target, rngs)
+        self.target = Embeddings(config.target, _normal(config.target), rngs)
         if not config.shared_vocabulary:
-            self.source = Tokens(config.source, rngs)
+            self.source = Embeddings(config.source, _normal(config.source), rngs)
         self.encoder = Encoder(config.encoder, rngs)
         self.decoder = Decoder(config.decoder, rngs)
         self._add_output(config, config.target, rngs)
@@ -570,22 +629,27 @@ MODELS = {
     "replaced_token": PretrainingModel,
     "masked_lm": MaskedLanguageModel,
     "finetune": FinetunedModel,
+    "embedding": EmbeddingModel,
     "causal_lm": _make_language_model,
-    **dict.fromkeys(("span_corruption", *OF_PAIRS), _make_encoder_decoder),
+    **dict.fromkeys(
+        ("span_corruption", "translation", "summarization", "text_to_text"), _make_encoder_decoder
+    ),
 }
 
 
 def sharding_rules(config: EncoderConfig | EncoderDecoderConfig | LanguageModelConfig) -> Rules:
-    """Return the partition rules of mixers and cross-attention; put them before `sharding.RULES`.
+    """Return the partition rules of layers; put them before `training.partitioning.RULES`.
 
     The rules of an encoder also fit its generator, whose stages have the same mixers.
     """
+    filters = (r"(^|/)stages/.*/depthwise$", REPLICATED)
     if isinstance(config, EncoderConfig):
-        return tuple(
+        rules = [
             (rf"(^|/)stages/{i}/mixer/{pattern}$", split)
             for i, stage in enumerate(config.stages)
             for pattern, split in stage.layer.mixer.RULES
-        )
+        ]
+        return (*rules, filters)
     parts = [("decoder", config.decoder.stages)]
     if isinstance(config, EncoderDecoderConfig):
         parts.append(("encoder", config.encoder.stages))
@@ -598,4 +662,4 @@ def sharding_rules(config: EncoderConfig | EncoderDecoderConfig | LanguageModelC
     of_source = [
         (rf"(^|/)stages/[^/]+/source/{pattern}$", split) for pattern, split in Attention.RULES
     ]
-    return (*rules, *of_source)
+    return (*rules, *of_source, filters)

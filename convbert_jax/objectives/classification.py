@@ -30,6 +30,20 @@ def text_losses(
     return losses, jnp.ones_like(losses)
 
 
+def label_losses(
+    model: nnx.Module, batch: TextBatch, key: Array | None, *, dtype: jnp.dtype
+) -> RowLosses:
+    """Compute the mean over labels of the binary cross-entropy in nats.
+
+    The batch must contain `labels` [B, W], 1 for each label of a text. Arguments are as in
+    `text_losses`.
+    """
+    logits = text_logits(model, batch, key, dtype=dtype)
+    each = jax.nn.softplus(logits) - logits * batch["labels"]
+    losses = jnp.where(batch["outputs"], each, 0.0).sum(axis=-1) / batch["outputs"].sum()
+    return losses, jnp.ones_like(losses)
+
+
 def distilled_losses(
     model: nnx.Module, batch: TextBatch, key: Array | None, *, dtype: jnp.dtype
 ) -> RowLosses:

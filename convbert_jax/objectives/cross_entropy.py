@@ -16,12 +16,13 @@ BLOCK = 256  # classes per block
 RARELY_TAKEN = "rarely_taken"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def cross_entropy(
     logits: Float[Array, "*B W"],
     labels: Int[Array, "*B"],
     smoothing: float = 0.0,
     by_blocks: bool = False,
+    z_loss: float = 0.0,
 ) -> Float[Array, "*B"]:
     """Compute -sum over classes of target * log softmax(logits), in nats.
 
@@ -33,27 +34,34 @@ def cross_entropy(
         plus smoothing / W everywhere; 0.0 uses the label alone.
       by_blocks: Whether block sums of the same logits are also needed for sampling; a TPU then
         reads the logits once for both.
+      z_loss: Weight of an added (log sum exp(logits))^2, which keeps logits near 0 (Chowdhery et
+        al. 2022, §5).
     """
-    return _forward(logits, labels, smoothing, by_blocks)[0]
+    return _forward(logits, labels, smoothing, by_blocks, z_loss)[0]
 
 
-def _forward(logits, labels, smoothing, by_blocks):
+def _forward(logits, labels, smoothing, by_blocks, z_loss):
     shared = by_blocks and dispatch.platform() == "tpu"
     total = (_log_of_blocks if shared else functools.partial(jax.nn.logsumexp, axis=-1))(logits)
     aimed = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     if smoothing:
         aimed = (1 - smoothing) * aimed + smoothing * logits.mean(axis=-1)
-    return total - aimed, (logits, labels, total)
+    value = total - aimed
+    if z_loss:
+        value += z_loss * jnp.square(total)
+    return value, (logits, labels, total)
 
 
 def _log_of_blocks(logits):
     return logits.max(axis=-1) + jnp.log(add_up_blocks(weigh(logits)).sum(axis=-1))
 
 
-def _backward(smoothing, by_blocks, saved, cotangent):
+def _backward(smoothing, by_blocks, z_loss, saved, cotangent):
     logits, labels, total = saved
     classes = logits.shape[-1]
     shares = jnp.exp(logits - total[..., None])
+    if z_loss:
+        shares *= 1 + 2 * z_loss * total[..., None]
     is_label = jnp.arange(classes) == labels[..., None]
     target = (1 - smoothing) * is_label + smoothing / classes
     return ((shares - target) * cotangent[..., None]).astype(logits.dtype), None

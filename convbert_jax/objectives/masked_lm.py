@@ -105,7 +105,8 @@ def loss(
     else:
         logits, judged = model.generate_and_judge(*inputs, **settings)
         pairs = pair_metrics(judged, batch["pair_label"])
-    losses = cross_entropy(logits, masked.labels)
+    z_loss = config.objective.z_loss if train else 0.0
+    losses = cross_entropy(logits, masked.labels, z_loss=z_loss)
     result = prediction_metrics(logits, losses, masked) | pairs
     total, weight = result["mlm_loss"]
     value = total / (weight + 1e-6)
@@ -120,7 +121,7 @@ def _taught_loss(model, batch, masked: masking.Masked, teacher, config: Config, 
     inputs = masked.tokens, batch["segment_ids"], batch["type_ids"]
     hidden, observed = distillation.observe_student(model, inputs, key, dtype, config)
     logits = model.predict(hidden, masked.positions)
-    losses = cross_entropy(logits, masked.labels)
+    losses = cross_entropy(logits, masked.labels, z_loss=config.objective.z_loss)
     result = prediction_metrics(logits, losses, masked)
     theirs, head = teacher(*inputs, dtype=dtype)
     value, found = distillation.terms(d, observed, theirs, batch["segment_ids"], model.projections)

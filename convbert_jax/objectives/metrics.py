@@ -26,7 +26,15 @@ class Scores(NamedTuple):
     counted: Bool[Array, "..."]
 
 
-Metrics = dict[str, tuple[Array, Array] | Scores]
+class Ranks(NamedTuple):
+    """Predictions and true values of one batch; batches are concatenated, never summed."""
+
+    values: Float[Array, " B"]
+    truth: Float[Array, " B"]
+    counted: Bool[Array, " B"]
+
+
+Metrics = dict[str, tuple[Array, Array] | Scores | Ranks]
 
 
 def mean(values: Shaped[Array, "*S"], weights: Shaped[Array, "*S"]) -> tuple[Array, Array]:
@@ -74,6 +82,30 @@ def area_under_roc(batches: Sequence[Scores]) -> float:
     return float((below + tied_too).mean() / 2 / negatives.size)
 
 
+def spearman(batches: Sequence[Ranks]) -> float:
+    """Return Spearman's rank correlation over all batches, with mean ranks for ties.
+
+    NaN if predictions or true values are all equal, or if a counted one is NaN.
+
+    Args:
+      batches: Ranks as numpy arrays.
+    """
+    values, truth = (
+        np.concatenate([getattr(batch, name)[batch.counted] for batch in batches])
+        for name in ("values", "truth")
+    )
+    if values.size < 2 or np.isnan(values).any() or np.isnan(truth).any():
+        return float("nan")
+    with np.errstate(invalid="ignore"):
+        return float(np.corrcoef(_mean_ranks(values), _mean_ranks(truth))[0, 1])
+
+
+def _mean_ranks(values: np.ndarray) -> np.ndarray:
+    ordered = np.sort(values)
+    below, up_to = (np.searchsorted(ordered, values, side) for side in ("left", "right"))
+    return (below + up_to) / 2
+
+
 def divide(total: np.ndarray, weight: np.ndarray) -> float:
     """Return total / weight; NaN if the weight is 0."""
     return float(total) / float(weight) if float(weight) > 0 else float("nan")
@@ -87,9 +119,9 @@ def summarize(sums: Metrics) -> dict[str, float]:
 def heldout(
     names: Collection[str], terms: Mapping[str, float] | None = None
 ) -> Evaluator[dict[str, Any]]:
-    """Return an evaluator of means over all rows, and of ROC AUC over all their scores.
+    """Return an evaluator of means over all rows, and of ROC AUC and rank correlations over all.
 
-    Its inputs are metrics, including `Scores`; sums are accumulated in float64.
+    Its inputs are metrics, including `Scores` and `Ranks`; sums are accumulated in float64.
 
     Args:
       terms: Weights of the loss terms by name. "loss" is the weighted sum of their means over all
@@ -112,11 +144,13 @@ def heldout(
 
 
 def _join(kept, part):
-    if isinstance(part, Scores):
+    if isinstance(part, Scores | Ranks):
         return [*(kept or ()), part]
     total = np.asarray(part, np.float64)
     return total if kept is None else kept + total
 
 
 def _number(kept) -> float:
-    return area_under_roc(kept) if isinstance(kept, list) else divide(*kept)
+    if not isinstance(kept, list):
+        return divide(*kept)
+    return spearman(kept) if isinstance(kept[0], Ranks) else area_under_roc(kept)

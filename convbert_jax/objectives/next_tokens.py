@@ -29,7 +29,7 @@ def loss(
     """
     told = shift(batch["tokens"], batch["segment_ids"], pad=special.pad)
     logits = model(told["tokens"], told["segment_ids"], dtype=dtype, key=key if train else None)
-    value, found = written_text.judge(logits, told, config.objective.label_smoothing)
+    value, found = written_text.judge(logits, told, config.objective)
     nats = found["token_loss"]
     words = written_text.count_words(nats, told, begins_word, special.sep)
     return value, found | {"word_loss": words}

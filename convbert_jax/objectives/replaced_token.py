@@ -88,7 +88,8 @@ def loss(
         model, batch, corrupt_key, train=train, dtype=dtype, config=config, special=special
     )
     by_blocks = masking.adds_up_blocks(o)
-    mlm_losses = cross_entropy(mlm_logits, masked.labels, by_blocks=by_blocks)
+    z_loss = o.z_loss if train else 0.0
+    mlm_losses = cross_entropy(mlm_logits, masked.labels, by_blocks=by_blocks, z_loss=z_loss)
     result = masked_lm.prediction_metrics(mlm_logits, mlm_losses, masked)
     others = batch["segment_ids"], batch["type_ids"]
     settings = {"dtype": dtype, "key": dropout_key if train else None}
@@ -98,7 +99,7 @@ def loss(
 
     def predict(hidden):
         logits = model.predict(hidden, masked.positions)
-        losses = cross_entropy(logits, masked.labels)
+        losses = cross_entropy(logits, masked.labels, z_loss=z_loss)
         found = masked_lm.prediction_metrics(logits, losses, masked)
         return {f"encoder_{name}": sums for name, sums in found.items()}
 

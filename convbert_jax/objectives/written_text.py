@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.config import Config
+from convbert_jax.config import Config, ObjectiveSection
 from convbert_jax.interfaces import Evaluator, LanguageBatch, SequenceBatch, SpecialIds
 from convbert_jax.objectives import metrics
 from convbert_jax.objectives.cross_entropy import cross_entropy, top1_accuracy
@@ -43,21 +43,22 @@ def loss(
         dtype=dtype,
         key=key if train else None,
     )
-    return judge(logits, batch, config.objective.label_smoothing)
+    return judge(logits, batch, config.objective)
 
 
 def judge(
-    logits: Float[Array, "B T V"], batch: LanguageBatch, smoothing: float
+    logits: Float[Array, "B T V"], batch: LanguageBatch, objective: ObjectiveSection
 ) -> tuple[Array, metrics.Metrics]:
     """Compute loss and metrics from logits and the labels of a batch.
 
     The loss is the mean over the batch's tokens, as in fairseq. `token_loss` is the cross-entropy
-    without label smoothing, in nats.
+    without label smoothing and z-loss, in nats.
     """
     weights = (batch["segment_ids"] != 0).astype(jnp.float32)
     labels = batch["labels"]
     losses = cross_entropy(logits, labels)
-    total, weight = metrics.mean(cross_entropy(logits, labels, smoothing), weights)
+    smoothed = cross_entropy(logits, labels, objective.label_smoothing, z_loss=objective.z_loss)
+    total, weight = metrics.mean(smoothed, weights)
     return total / (weight + 1e-6), {
         "loss": (total, weight),
         "token_loss": metrics.mean(losses, weights),

@@ -42,6 +42,7 @@ def attention(
     segment_ids: Int[Array, "B L"] | None = None,
     key_segment_ids: Int[Array, "B S"] | None = None,
     causal: bool = False,
+    window: int = 0,
     implementation: str = "auto",
     drop: Dropout | None = None,
 ) -> Float[Array, "B L H D"]:
@@ -55,6 +56,7 @@ def attention(
       key_segment_ids: segments of the keys. None: `segment_ids` if S = L, else one segment without
         padding.
       causal: position t sees only keys 0 to t.
+      window: a position sees only keys at most this many positions away; 0: no limit.
       implementation: a key of IMPLEMENTATIONS, or "auto"; see `dispatch.choose`.
       drop: dropout of the weights, not supported by "splash" and "cudnn". The mask for a key
         depends on the implementation.
@@ -69,7 +71,7 @@ def attention(
         available devices.
     """
     _check(query, key, value, segment_ids, key_segment_ids)
-    arguments = (query, key, value, *_ids(query, key, segment_ids, key_segment_ids), causal)
+    arguments = (query, key, value, *_ids(query, key, segment_ids, key_segment_ids), causal, window)
     options = {} if drop is None else {"drop": drop}
     function = dispatch.choose("attention", implementation, IMPLEMENTATIONS, *arguments, **options)
     return function(*arguments, **options)
@@ -82,6 +84,7 @@ def attention_weights(
     segment_ids: Int[Array, "B L"] | None = None,
     key_segment_ids: Int[Array, "B S"] | None = None,
     causal: bool = False,
+    window: int = 0,
 ) -> Float[Array, "B H L S"]:
     """Returns the weights of `attention` in float32.
 
@@ -89,7 +92,7 @@ def attention_weights(
     """
     _check(query, key, key, segment_ids, key_segment_ids)
     ids = _ids(query, key, segment_ids, key_segment_ids)
-    return weights_of(query, key, *ids, causal, jnp.float32)
+    return weights_of(query, key, *ids, causal, window, jnp.float32)
 
 
 def attention_scores(
@@ -98,6 +101,7 @@ def attention_scores(
     *,
     segment_ids: Int[Array, "B L"] | None = None,
     causal: bool = False,
+    window: int = 0,
 ) -> Float[Array, "B H L S"]:
     """Returns query . key / sqrt(D) in float32, 0 for invisible keys.
 
@@ -105,7 +109,7 @@ def attention_scores(
     """
     _check(query, key, key, segment_ids, None)
     scores = einsum("bqhd,bkhd->bhqk", query, key, jnp.float32) * query.shape[-1] ** -0.5
-    visible = visible_pairs(query, key, *_ids(query, key, segment_ids, None), causal)
+    visible = visible_pairs(query, key, *_ids(query, key, segment_ids, None), causal, window)
     return scores if visible is None else jnp.where(visible, scores, 0.0)
 
 
@@ -157,7 +161,25 @@ def _ids(query, key, segment_ids, key_segment_ids):
     return segment_ids, key_segment_ids
 
 
-# --- Masks: keys of the same segment, and for causal attention no later ones ---
+def rotary(
+    x: Float[Array, "B L H D"], places: Int[Array, "B L"], base: float
+) -> Float[Array, "B L H D"]:
+    """Rotates channels i and i + D/2 by place * base^(-2i/D) (RoPE, Su et al. 2021, in halves)."""
+    half = x.shape[-1] // 2
+    waves = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = places[..., None, None].astype(jnp.float32) * jnp.tile(waves, 2)
+    # [-second half, first half], as a product: on a TPU, slices of 32 lanes are slow.
+    swap = np.zeros((2 * half, 2 * half), np.float32)
+    swap[np.arange(half) + half, np.arange(half)] = -1
+    swap[np.arange(half), np.arange(half) + half] = 1
+    swapped = jnp.einsum(
+        "blhd,de->blhe", x, jnp.asarray(swap, x.dtype), precision="highest",
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    return (x.astype(jnp.float32) * jnp.cos(angles) + swapped * jnp.sin(angles)).astype(x.dtype)
+
+
+# --- Masks: keys of the same segment, in the window, and for causal attention no later ones ---
 
 
 def visible_keys(
@@ -168,7 +190,7 @@ def visible_keys(
     return (key != 0) & (key == own_segment(segment_ids)[:, :, None])
 
 
-def visible_pairs(query, key, segment_ids, key_segment_ids, causal):
+def visible_pairs(query, key, segment_ids, key_segment_ids, causal, window):
     """Returns the mask [B or 1, 1, L, S] of visible keys, or None if all are visible."""
     seen = None
     if segment_ids is not None:
@@ -176,6 +198,10 @@ def visible_pairs(query, key, segment_ids, key_segment_ids, causal):
     if causal:
         before = jnp.tri(query.shape[1], key.shape[1], dtype=bool)[None, None]
         seen = before if seen is None else seen & before
+    if window:
+        queries, keys = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])
+        near = (jnp.abs(queries - keys) <= window)[None, None]
+        seen = near if seen is None else seen & near
     return seen
 
 
@@ -189,18 +215,60 @@ def own_segment(segment_ids):
 # --- XLA ---
 
 
-def xla(query, key, value, segment_ids, key_segment_ids, causal, *, drop=None):
+def xla(query, key, value, segment_ids, key_segment_ids, causal, window, *, drop=None):
     """Computes attention with scores in memory.
 
     If the mesh splits positions, keys and values are gathered: each device has all of its rows.
+    Long rows with a window are computed in blocks.
     """
+    arguments = (query, key, value, segment_ids, key_segment_ids)
+    if window and drop is None and _fits_blocks(query, key, window):
+        return _in_blocks(*arguments, causal, window)
     key, value = partitioning.all_gather_positions(key), partitioning.all_gather_positions(value)
     if drop is not None:
         scores = _scores(query, key)
-        visible = visible_pairs(query, key, segment_ids, key_segment_ids, causal)
+        visible = visible_pairs(query, key, segment_ids, key_segment_ids, causal, window)
         return _attend_to_kept(scores, value, visible, _draw(drop, scores.shape), drop.factor)
-    weights = weights_of(query, key, segment_ids, key_segment_ids, causal, value.dtype)
+    weights = weights_of(query, key, segment_ids, key_segment_ids, causal, window, value.dtype)
     return einsum("bhqk,bkhd->bqhd", weights, value, value.dtype)
+
+
+def _fits_blocks(query, key, window: int) -> bool:
+    length = query.shape[1]
+    # An exported program has a symbolic length.
+    known = isinstance(length, int) and key.shape[1] == length
+    return known and 4 * window <= length and partitioning.positions_here(length) == length
+
+
+def _in_blocks(query, key, value, segment_ids, key_segment_ids, causal, window):
+    """Computes attention of blocks of `window` queries, which see their own and adjacent blocks."""
+    batch, length = query.shape[:2]
+    count = -(-length // window)
+    after = 0 if causal else 1
+
+    def blocks(x):  # [B, N, W, ...]
+        pads = [(0, 0), (0, count * window - length), *((0, 0) for _ in x.shape[2:])]
+        return jnp.pad(x, pads).reshape(batch, count, window, *x.shape[2:])
+
+    def adjacent(x):  # [B, N, 2 W or 3 W, ...]
+        x = jnp.pad(blocks(x), [(0, 0), (1, after), *((0, 0) for _ in range(x.ndim - 1))])
+        return jnp.concatenate([x[:, n : n + count] for n in range(2 + after)], axis=2)
+
+    keys = adjacent(key)
+    scores = jnp.einsum(
+        "bnqhd,bnkhd->bnhqk", blocks(query), keys, preferred_element_type=jnp.float32
+    )
+    away = jnp.arange(keys.shape[2]) - window - jnp.arange(window)[:, None]
+    ones = jnp.ones((batch, length), jnp.int32)
+    own, theirs = (
+        (ones, ones) if segment_ids is None else (own_segment(segment_ids), key_segment_ids)
+    )
+    theirs = adjacent(theirs)[:, :, None, None, :]  # 0 beyond the row
+    seen = (jnp.abs(away) <= window) & ((away <= 0) | (not causal)) & (theirs != 0)
+    seen &= theirs == blocks(own)[:, :, None, :, None]
+    weights = softmax(scores * query.shape[-1] ** -0.5, seen, value.dtype)
+    out = einsum("bnhqk,bnkhd->bnqhd", weights, adjacent(value), value.dtype)
+    return out.reshape(batch, count * window, *value.shape[2:])[:, :length]
 
 
 def _draw(drop: Dropout, shape: tuple[int, ...]) -> Bool[Array, "B H L S"]:
@@ -250,8 +318,8 @@ def _dropped(marked, factor):
 _attend_to_kept.defvjp(_attend_to_kept_forward, _attend_to_kept_backward)
 
 
-def weights_of(query, key, segment_ids, key_segment_ids, causal, dtype):
-    visible = visible_pairs(query, key, segment_ids, key_segment_ids, causal)
+def weights_of(query, key, segment_ids, key_segment_ids, causal, window, dtype):
+    visible = visible_pairs(query, key, segment_ids, key_segment_ids, causal, window)
     return softmax(_scores(query, key), visible, dtype)
 
 
@@ -276,7 +344,7 @@ CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def pallas_tpu(
-    query, key, value, segment_ids, key_segment_ids, causal, *, drop=None, interpret=False
+    query, key, value, segment_ids, key_segment_ids, causal, window, *, drop=None, interpret=False
 ):
     """Runs the kernels of this package. The dropout mask does not depend on the mesh."""
 
@@ -332,7 +400,9 @@ def pallas_tpu_definition(*arguments, drop=None):
     return xla(*arguments, drop=drop)
 
 
-def pallas_tpu_refuses(query, key, *_, **__) -> str:
+def pallas_tpu_refuses(query, key, value, segment_ids, key_segment_ids, causal, window, **_) -> str:
+    if window:
+        return "has no window"
     if query.dtype not in (jnp.bfloat16, jnp.float32):
         return f"supports bfloat16 and float32, not {query.dtype}"
     if query.shape[3] not in (32, 64, 128):
@@ -351,17 +421,20 @@ def left_for_length(query, key, *_, drop=None) -> str:
     return f"slower than splash beyond length {SPLASH_BEYOND} without dropout, length is {length}"
 
 
-def cudnn(query, key, value, segment_ids, key_segment_ids, causal):
+def cudnn(query, key, value, segment_ids, key_segment_ids, causal, window):
     """Runs cuDNN's fused attention; JAX's own rule partitions it over rows and heads."""
-    mask = visible_pairs(query, key, segment_ids, key_segment_ids, causal=False)
+    mask = visible_pairs(query, key, segment_ids, key_segment_ids, False, window)
     out = jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=causal, implementation="cudnn"
     )
-    return _silence(out, query, key, segment_ids, key_segment_ids, causal)
+    return _silence(out, query, key, segment_ids, key_segment_ids, causal, window)
 
 
-def splash(query, key, value, segment_ids, key_segment_ids, causal, *, interpret=False):
-    """Runs JAX's splash attention kernel, with one fused kernel for the backward pass."""
+def splash(query, key, value, segment_ids, key_segment_ids, causal, window, *, interpret=False):
+    """Runs JAX's splash attention kernel, with one fused kernel for the backward pass.
+
+    Blocks outside of a causal mask or a window are skipped.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as kernels,
     )
@@ -372,6 +445,8 @@ def splash(query, key, value, segment_ids, key_segment_ids, causal, *, interpret
     def run(query, key, value, segment_ids, key_segment_ids):
         shape = query.shape[1], key.shape[1]
         mask_of_head = (masks.CausalMask if causal else masks.FullMask)(shape)
+        if window:
+            mask_of_head = masks.LocalMask(shape, (window, 0 if causal else window), offset=0)
         block_q, block_kv = map(_splash_block, shape)
         blocks = {
             **{f"block_{name}": block_q for name in ("q", "q_dkv")},
@@ -393,32 +468,32 @@ def splash(query, key, value, segment_ids, key_segment_ids, causal, *, interpret
             ids = kernels.SegmentIds(segment_ids, key_segment_ids)
         return jax.vmap(kernel)(*heads_first, segment_ids=ids).swapaxes(1, 2)
 
-    queries, ids, _ = _queries_of_a_device(query.shape[1], causal)
+    queries, ids, _ = _queries_of_a_device(query.shape[1], causal or window)
     out = partitioning.shard_map_op(
         run,
         (query, key, value, own_segment(segment_ids), key_segment_ids),
         (queries, ROWS_AND_HEADS, ROWS_AND_HEADS, ids, ROWS),
         queries,
     )
-    return _silence(out, query, key, segment_ids, key_segment_ids, causal)
+    return _silence(out, query, key, segment_ids, key_segment_ids, causal, window)
 
 
-def _queries_of_a_device(length: int, causal: bool):
+def _queries_of_a_device(length: int, by_position: bool):
     """Returns the specs of queries, query segment ids and query numbers; keys are not split.
 
-    Positions stay whole for a causal mask, which counts from the first position of a row, and for
-    lengths that do not divide into blocks.
+    Positions stay whole for a mask `by_position` (causal or a window), which counts from the first
+    position of a row, and for lengths that do not divide into blocks.
     """
-    if causal or partitioning.positions_here(length) % LANES:
+    if by_position or partitioning.positions_here(length) % LANES:
         return ROWS_AND_HEADS, ROWS, REPLICATED
     return POSITIONS_AND_HEADS, POSITIONS, jax.P(SEQUENCE)
 
 
-def _silence(out, query, key, segment_ids, key_segment_ids, causal):
+def _silence(out, query, key, segment_ids, key_segment_ids, causal, window):
     """Sets the output of positions without visible keys to 0; the kernels average all values."""
     if key_segment_ids is segment_ids:  # each token sees itself
         return out
-    visible = visible_pairs(query, key, segment_ids, key_segment_ids, causal)
+    visible = visible_pairs(query, key, segment_ids, key_segment_ids, causal, window)
     return jnp.where(visible.any(axis=-1)[:, 0, :, None, None], out, 0)
 
 
@@ -460,7 +535,7 @@ def cudnn_refuses(query, key, value, segment_ids, *_, drop=None) -> str:
     )
 
 
-# name -> f(query, key, value, segment_ids, key_segment_ids, causal); both ids are arrays or None
+# name -> f(query, key, value, segment_ids, key_segment_ids, causal, window); ids: arrays or None
 IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(
         pallas_tpu,

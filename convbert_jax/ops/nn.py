@@ -14,25 +14,13 @@ from jaxtyping import Array, Bool, Float
 from convbert_jax.ops import dispatch, partitioning
 
 
-@jax.custom_vjp
+# With prevent_cse, a barrier before the recomputation would split fusions: on TPUs a feed-forward
+# block would cost 1.5 times as much.
+@functools.partial(jax.checkpoint, prevent_cse=False)
 def gelu(x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
     """Exact GELU, x Phi(x) with the Gaussian CDF as in BERT, not the tanh approximation."""
     exact = x.astype(jnp.float32)
-    return (exact * _gauss(exact)).astype(x.dtype)
-
-
-def _gauss(x):
-    return 0.5 + 0.5 * jax.lax.erf(x * 0.5**0.5)
-
-
-def _gelu_backward(x, cotangent):
-    exact = x.astype(jnp.float32)
-    density = jnp.exp(-0.5 * jnp.square(exact)) * (2 * jnp.pi) ** -0.5
-    slope = _gauss(exact) + exact * density
-    return ((cotangent.astype(jnp.float32) * slope).astype(x.dtype),)
-
-
-gelu.defvjp(lambda x: (gelu(x), x), _gelu_backward)
+    return (exact * (0.5 + 0.5 * jax.lax.erf(exact * 0.5**0.5))).astype(x.dtype)
 
 
 def gelu_tanh(x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
@@ -40,9 +28,22 @@ def gelu_tanh(x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
-ACTIVATIONS = {"gelu": gelu, "relu": jax.nn.relu, "gated_gelu": gelu_tanh}
+def silu(x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
+    """x sigmoid(x), also called swish."""
+    return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
 
 
+# config.model.activation -> function
+ACTIVATIONS = {
+    "gelu": gelu,
+    "relu": jax.nn.relu,
+    "geglu": gelu,
+    "gated_gelu": gelu_tanh,
+    "swiglu": silu,
+}
+
+
+# With jax.checkpoint, a norm between two dense layers has 20% to 60% more temporaries (CPU).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def layer_norm(
     x: Float[Array, "*B C"], scale: Float[Array, " C"], bias: Float[Array, " C"], epsilon: float

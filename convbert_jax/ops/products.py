@@ -218,31 +218,11 @@ def dense(
 
 
 def _finish(product, bias, dtype):
-    if bias is not None and product.dtype.itemsize == 2:
-        product = _add_bias(product, bias)
-    elif bias is not None:
-        product = product + bias.astype(jnp.float32)
+    if bias is not None:
+        # Broadcast before the cast to 16 bits: the gradient is a sum in float32.
+        bias = jnp.broadcast_to(bias.astype(jnp.float32), product.shape)
+        product = product + bias.astype(product.dtype)
     return checkpoint_name(product.astype(dtype), DENSE)
-
-
-@jax.custom_vjp
-def _add_bias(product, bias):
-    """Adds the bias in the 16-bit dtype of the product; its gradient is still summed in float32."""
-    return product + bias.astype(product.dtype)
-
-
-def _add_bias_forward(product, bias):
-    return _add_bias(product, bias), bias
-
-
-def _add_bias_backward(bias, cotangent):
-    shape = (1,) * (cotangent.ndim - bias.ndim) + bias.shape
-    axes = [axis for axis, size in enumerate(shape) if size == 1]
-    d_bias = cotangent.astype(jnp.float32).sum(axes)
-    return cotangent, d_bias.reshape(bias.shape).astype(bias.dtype)
-
-
-_add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 def fused_dense(

@@ -16,11 +16,10 @@ from jax.experimental import multihost_utils
 from convbert_jax import storage
 from convbert_jax.analysis import pretraining_report
 from convbert_jax.config import Config
-from convbert_jax.inference.generation import read_mean
 from convbert_jax.interop.sources import check_learned
 from convbert_jax.recipes import prepared, scoring, start, tasks
 from convbert_jax.recipes.results import EvaluationResult
-from convbert_jax.training import checkpoints, environment, loop, memory, partitioning
+from convbert_jax.training import environment, loop, memory, partitioning
 from convbert_jax.training.train_step import make_program
 from convbert_jax.workdir import Workdir
 
@@ -64,46 +63,42 @@ def evaluate(
     found = environment.find_devices(config)
     logging.info("Evaluating on %s.", environment.describe_devices(found))
     mesh = partitioning.make_mesh(config.mesh, found)
-    prepared.check_batches(config, mesh, training=False)
+    recipe = tasks.recipe_of(config)
+    recipe.check_batches(config, mesh, training=False)
     config, _ = start.read_start(config, workdir, given)
-    scored = config.reads_pairs and scoring.can_score()
-    tests = scoring.check(config, tests=True) if scored else {}
-    data = prepared.open_data(config, workdir)
+    tests = recipe.check_scores(config)
+    if config.phases:
+        step = step or workdir.steps()[-1]
+        phases = prepared.open_phases(config, workdir, recipe.effort)
+        data, config = phases[config.phase_number(step)], config.at(step)
+    else:
+        data = recipe.open_data(config, workdir)
     check_learned(workdir, config, data.tokenizers)
     task = tasks.build_task(config, data.tokenizer.special, found[0], tokenizer=data.tokenizer)
     with environment.random_numbers(found), jax.set_mesh(mesh):
         program = make_program(task, config, mesh)
-        steps, params = _read_params(workdir, config, program.abstract.params, step)
+        steps, params = recipe.read_params(workdir, config, program.abstract.params, step)
         with memory.explain_out_of_memory(
             "loading a checkpoint",
             "split parameters over more devices with config.mesh.fsdp",
             lambda: memory.find_state(program.abstract.params),
         ):
             placed = program.put_params(params)
-        batches = data.heldout(mesh)()
+        heldout = data.heldout(mesh)()
         with environment.compiling("Evaluating"):
             values = loop.evaluate(
                 task,
                 program.eval_step,
                 placed,
-                map(program.put_batch, batches),
+                {name: map(program.put_batch, batches) for name, batches in heldout.items()},
                 seed=config.seed,
             )
     step = steps[-1]
     file = storage.to_path(output) if output else workdir.evaluation(step)
-    report, sets, unwritten = "", [], ""
-    if scored:
-        sets, unwritten = scoring.score_sets(
-            config,
-            params,
-            data.tokenizers,
-            data.pairs,
-            texts_folder(file),
-            steps=steps,
-            tests=tests,
-        )
-    elif config.reads_pairs:
-        unwritten = scoring.NOT_SCORED
+    sets, unwritten = recipe.write_and_score(
+        config, data, texts_folder(file), lambda: (steps, params), tests
+    )
+    report = ""
     if jax.process_index() == 0:
         write_numbers(workdir, steps, values, file, sets)
         report = _describe(config, steps, values, file, sets, unwritten)
@@ -151,14 +146,6 @@ def _read_scores(workdir: Workdir, step: int, file: epath.Path) -> dict[str, Any
     same = own or (found.get("workdir"), found.get("step")) == (str(workdir), step)
     scores = found.get("scores")
     return scores if same and isinstance(scores, dict) else {}
-
-
-def _read_params(workdir: Workdir, config: Config, abstract, step: int | None):
-    """Returns (steps of the checkpoints, their parameters or mean parameters)."""
-    if config.writes_text and config.decoding.average > 1:
-        return read_mean(workdir, config, step)
-    step, params = checkpoints.load_params(workdir.checkpoints, abstract, step)
-    return (step,), params
 
 
 def check_output(file: epath.Path, mode: str, names: Collection[str]) -> None:

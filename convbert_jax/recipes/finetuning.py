@@ -5,12 +5,15 @@ import math
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import logging
 from etils import epath
 
+from convbert_jax.analysis import overview
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
+from convbert_jax.config.network import group_layers
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.tasks import glue, own_task, squad
 from convbert_jax.data.tasks.labelled_text import LabelledTask
@@ -20,14 +23,14 @@ from convbert_jax.data.tokenizer.tokenizer import (
     follow_file,
     load_tokenizer,
 )
-from convbert_jax.finetuning import classification, question_answering, run, score_table
+from convbert_jax.finetuning import classification, lora, question_answering, run, score_table
 from convbert_jax.finetuning import predictions as prediction_files
 from convbert_jax.finetuning.fitting import Programs
 from convbert_jax.finetuning.run_files import TaskResult, read_results
 from convbert_jax.finetuning.task import FinetuneTask
 from convbert_jax.inference import loading
 from convbert_jax.interop import importing, matching, sources
-from convbert_jax.interop.networks import stack, to_tree
+from convbert_jax.interop.networks import abstract_params, stack, to_tree
 from convbert_jax.recipes import start
 from convbert_jax.recipes.reports import finetuning as reports
 from convbert_jax.recipes.reports import page
@@ -37,11 +40,32 @@ from convbert_jax.training import environment, optimizer, partitioning
 from convbert_jax.training.partitioning import Params
 from convbert_jax.workdir import Workdir
 
-# Sections and fields of a config that fine-tuning does not read.
-UNREAD = (
-    *("generator", "objective", "distillation", "data", "train", "checkpoint", "outputs"),
-    *("optimizer.learning_rate", "optimizer.warmup_steps"),
-)
+
+def prepare(config: Config, folder: epath.PathLike, *_: Any, **__: Any) -> None:
+    """See `recipes.prepare`; there is nothing to prepare."""
+    logging.info("Nothing to prepare: fine-tuning reads its tasks when it starts.")
+
+
+def show(config: Config, folder: epath.PathLike, given: Collection[str] = ()) -> str:
+    """See `recipes.show`."""
+    config = complete(config, folder, given)
+    return overview.describe_tasks(config, _shared_params(config), config.spec.unread)
+
+
+def complete(config: Config, folder: epath.PathLike, given: Collection[str] = ()) -> Config:
+    """See `recipes.complete`."""
+    return read_start(config, given)[0]
+
+
+def check_sources(config: Config, directory: epath.Path | None = None) -> str:
+    """See `recipes.check_sources`; weights are not read."""
+    open_tasks(config, None)  # the tokenizer is used only when a task is read
+    return f"the files of {', '.join(config.finetune.tasks)} exist"
+
+
+def _shared_params(config: Config) -> Params:
+    """Returns the shapes of the parameters of all tasks; each task has its own head."""
+    return {name: part for name, part in abstract_params(config).items() if name != "head"}
 
 
 def finetune(
@@ -65,7 +89,7 @@ def finetune(
     workdir = Workdir(folder)
     alone = jax.process_count() == 1
     with workdir.open(config, writer=jax.process_index() == 0, alone=alone):
-        start.log_run(config, workdir, found)
+        start.log_run(config, workdir, found, _shared_params(config))
         environment.advise_dtype(config, found[0])
         programs = Programs(config, environment.compute_dtype(config, found[0]), mesh)
         with jax.set_mesh(mesh):
@@ -144,6 +168,8 @@ def read_start(
     config = matching.replace(config, fields)
     config = matching.replace(config, _shapes(config))
     config = from_config_dict(to_dict(config))
+    if f.lora_rank:
+        lora.find_targets(_shared_params(config), f.lora_targets)
     tokenizer = load_tokenizer(config.tokenizer, Path())
     config = dataclasses.replace(config, tokenizer=tokenizer.section)
     check_tokenizer(tokenizer, [])
@@ -154,11 +180,6 @@ def read_start(
         logging.info("Initialized random weights with the sizes of %s.", config.init_from)
         return config, tokenizer, None
     return config, tokenizer, _encoder_weights(source, config)
-
-
-def check_tasks(config: Config) -> None:
-    """Checks that the files of the tasks exist, before weights are read; raises as `open_tasks`."""
-    open_tasks(config, None)  # the tokenizer is used only when a task is read
 
 
 def open_tasks(config: Config, tokenizer: Tokenizer | None) -> list[Callable[[], FinetuneTask]]:
@@ -228,7 +249,7 @@ def _tell_of_interruption(config: Config, workdir: Workdir, mesh) -> None:
             config,
             workdir,
             read_results(workdir),
-            page.describe(config, mesh, UNREAD),
+            page.describe(config, mesh, config.spec.unread),
         ),
     ):
         logging.info("Wrote a report of the finished runs: %s", workdir.report)
@@ -261,7 +282,7 @@ def _conclude(
                 results,
                 columns,
                 table,
-                page.describe(config, mesh, UNREAD),
+                page.describe(config, mesh, config.spec.unread),
             ),
         ):
             report += f"\nReport (HTML): {workdir.report}"
@@ -321,11 +342,7 @@ def _first_layers(source: sources.Source, config: Config) -> sources.Source:
             value=wanted,
             path=config.init_from,
         )
-    stages, left = [], wanted
-    for stage in main.encoder.stages:
-        stages.append(dataclasses.replace(stage, depth=min(stage.depth, left)))
-        left -= stages[-1].depth
-    encoder = dataclasses.replace(main.encoder, stages=tuple(s for s in stages if s.depth))
+    encoder = dataclasses.replace(main.encoder, stages=group_layers(main.encoder.layers[:wanted]))
     logging.info("Using the first %d of %d layers.", wanted, main.encoder.depth)
     main = dataclasses.replace(main, encoder=encoder)
     return dataclasses.replace(source, networks={**source.networks, "main": main})

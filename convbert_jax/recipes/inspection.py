@@ -18,13 +18,13 @@ from convbert_jax.analysis import inspection
 from convbert_jax.analysis.inspection import LayerFilters, Occurrence
 from convbert_jax.config import UserError
 from convbert_jax.data import batching
-from convbert_jax.data.readers import text_lines
+from convbert_jax.data.readers.rows import decode_lines
 from convbert_jax.data.tasks.labelled_text import Rows, pad_rows
 from convbert_jax.inference import loading
 from convbert_jax.inference.model import Model, TextModel
 from convbert_jax.inference.network import NetworkOnDevice, captured, take
 from convbert_jax.interop.sources import check_learned
-from convbert_jax.recipes import prepared
+from convbert_jax.recipes import tasks
 from convbert_jax.recipes.results import InspectionResult
 from convbert_jax.recipes.start import read_start
 from convbert_jax.workdir import Workdir
@@ -56,8 +56,7 @@ class _Seen:
     @property
     def mixers(self) -> list[str]:
         """Name of the mixer of each layer."""
-        stages = self.model.networks["main"].encoder.stages
-        return [str(stage.layer.mixer) for stage in stages for _ in range(stage.depth)]
+        return [str(layer.mixer) for layer in self.model.networks["main"].encoder.layers]
 
 
 def inspect(
@@ -132,7 +131,7 @@ def _choose_folder(path: str, model: Model, output: str | None) -> epath.Path:
 
 
 def _read_lines(texts: str) -> list[str]:
-    lines = text_lines.decode_lines(storage.expand(texts), "utf-8")
+    lines = decode_lines(storage.expand(texts), "utf-8")
     read = [line.strip() for _, line in lines]
     if not any(read):
         raise InspectionError(
@@ -144,14 +143,14 @@ def _read_lines(texts: str) -> list[str]:
 def _heldout_texts(path: str, model: Model, word: str | None) -> list[str]:
     """Returns documents of held-out rows, cut at row ends; with `word`, only matching ones."""
     workdir = Workdir(path)
-    if not workdir.holds_run() or model.config.recipe == "finetune":
+    if not workdir.holds_run() or model.config.spec.data != "data":
         raise InspectionError(
             f"{path} has no held-out texts. Pass a file with one text per line as --input=FILE.",
             field="--input",
             path=path,
         )
     config, _ = read_start(workdir.read_config(), workdir)
-    data = prepared.open_data(config, workdir)
+    data = tasks.open_data(config, workdir)
     check_learned(workdir, config, data.tokenizers)
     corpus = data.corpus
     found = []

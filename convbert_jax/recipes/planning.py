@@ -10,23 +10,21 @@ import functools
 import math
 import time
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from etils import epath
 
 from convbert_jax import storage
-from convbert_jax.analysis import flops, plans, tpu_plan
+from convbert_jax.analysis import flops, overview, plans, tpu_plan
 from convbert_jax.analysis.hlo import compile_as_text
 from convbert_jax.analysis.tpu_devices import Topology, open_topology
 from convbert_jax.analysis.tpu_plan import Plan, Shortage, Step, bytes_needed, describe_step
 from convbert_jax.config import Config, ConfigError, MeshSection
 from convbert_jax.interfaces import SpecialIds, sentinel_names
-from convbert_jax.objectives import span_corruption
-from convbert_jax.recipes import evaluation, plan_search, prepared, start, tasks, teaching
+from convbert_jax.recipes import evaluation, plan_search, start, tasks, teaching
 from convbert_jax.recipes.results import PlanResult
 from convbert_jax.training import environment, partitioning
 from convbert_jax.training.memory import bytes_of_device, count_shards, kept_bytes
@@ -35,23 +33,8 @@ from convbert_jax.workdir import Workdir
 
 
 def make_batch(config: Config, shards: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of the batch of one step, int32 [rows, length]; for pairs the longest.
-
-    Args:
-      shards: the number of rows of pairs is a multiple of this times config.train.accumulation.
-    """
-    if config.reads_pairs:
-        length = config.parallel.max_length
-        unit = shards * config.train.accumulation
-        count = max(1, config.parallel.batch_tokens // length // unit) * unit
-        rows = jax.ShapeDtypeStruct((count, length), jnp.int32)
-        names = ("tokens", "segment_ids", "labels", "source", "source_ids")
-        return dict.fromkeys(names, rows)
-    rows = jax.ShapeDtypeStruct((config.train.batch_size, config.data.length), jnp.int32)
-    batch = dict.fromkeys(("tokens", "segment_ids", "type_ids"), rows)
-    if config.data.layout == "pairs":
-        batch["pair_label"] = jax.ShapeDtypeStruct(rows.shape[:1], jnp.int32)
-    return batch
+    """Returns the shapes of the batch of one step, see `Recipe.batch_shapes`."""
+    return tasks.recipe_of(config).batch_shapes(config, shards)
 
 
 def make_task(
@@ -66,24 +49,18 @@ def make_task(
     Uses default ids of special tokens and assumes that every token begins a word.
 
     Args:
-      shards: see `make_batch`.
+      shards: see `Recipe.batch_shapes`.
     """
-    size = config.tokenizer.vocab_size
-    spans = config.recipe == "span_corruption"
-    names = sentinel_names(span_corruption.count_spans(config).spans if spans else 0)
+    size, recipe = config.tokenizer.vocab_size, tasks.recipe_of(config)
+    names = sentinel_names(recipe.count_sentinels(config))
     extra = {name: size - 1 - number for number, name in enumerate(names)}
-    effort = None
-    if config.reads_pairs:
-        rows, length = make_batch(config, shards)["tokens"].shape
-        work = 3 * rows * flops.pair_forward_flops(config, length, length)
-        effort = prepared.Effort(2 * rows * length, work)
     return tasks.build_task(
         config,
         SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4, extra=extra),
         device,
         teacher,
         tokenizer=types.SimpleNamespace(begins_word=np.ones(size, bool)),
-        effort=effort,
+        effort=recipe.effort(config, shards),
     )
 
 
@@ -112,7 +89,7 @@ def _plan_all(
 
 def _plan_slice(config: Config, topology: Topology, teacher: teaching.Teacher | None) -> Plan:
     mesh = partitioning.make_mesh(config.mesh, topology.devices)
-    prepared.check_batches(config, mesh)
+    tasks.recipe_of(config).check_batches(config, mesh)
     task = make_task(config, topology.devices[0], teacher, shards=count_shards(mesh))
     program = make_program(task, config, mesh)
     batch = make_batch(config, count_shards(mesh))
@@ -218,7 +195,7 @@ def _plan_by_arithmetic(
 ) -> plans.ArithmeticPlan:
     sizes = partitioning.mesh_sizes(config.mesh, hardware.count)
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    prepared.check_batches(config, mesh)
+    tasks.recipe_of(config).check_batches(config, mesh)
     shards = count_shards(mesh)
     device = types.SimpleNamespace(platform=hardware.platform, device_kind=hardware.kind)
     task = make_task(config, device, teacher, shards=shards)
@@ -234,7 +211,9 @@ def _plan_by_arithmetic(
     if teacher:
         of_teacher = partitioning.tree_shardings(task.frozen, mesh, task.rules)
         taught_bytes = sum(jax.tree.leaves(size(task.frozen, of_teacher)))
-        per_token = flops.teacher_flops_per_token(config, teacher.encoder, teacher.embeddings)
+        per_token = flops.teacher_flops_per_token(
+            config, teacher.encoder, teacher.embeddings, teacher.head
+        )
         taught = task.tokens_per_step * per_token
     batch = make_batch(config, shards)
     parts = config.train.accumulation
@@ -302,8 +281,10 @@ def plan(
     """
     if output:
         evaluation.check_output(storage.to_path(output), "plan", ("topology", "mesh"))
-    config, _ = start.read_start(config, Workdir(folder), given)
-    if largest_batch and config.reads_pairs:
+    workdir = Workdir(folder)
+    config, _ = start.read_start(config, workdir, given)
+    config = start.count_steps(config, workdir, required=True)
+    if largest_batch and config.spec.tokens_per_step(config) is None:
         raise ConfigError(
             "--largest_batch does not support text pairs. Change config.parallel.batch_tokens "
             "and plan again.",
@@ -311,12 +292,30 @@ def plan(
         )
     settings = {"largest_batch": largest_batch, "compare": compare, "price": price}
     if plans.is_counted(topology):
-        result = plan_by_arithmetic(config, topology, **settings)
+        plan_one = functools.partial(plan_by_arithmetic, topology=topology, **settings)
     else:
-        result = plan_slice(config, open_topology(topology), **settings)
+        plan_one = functools.partial(plan_slice, topology=open_topology(topology), **settings)
+    result = _plan_phases(config, plan_one) if config.phases else plan_one(config)
     if output:
         storage.write_json(storage.to_path(output), _without_unknown(result.numbers))
     return result
+
+
+def _plan_phases(config: Config, plan_one: Callable[[Config], PlanResult]) -> PlanResult:
+    """Plans each phase as a run of its length, and adds up their times."""
+    results = {}
+    for phase, of_phase in zip(config.phases, config.phase_configs, strict=True):
+        train = dataclasses.replace(of_phase.train, steps=phase.length)
+        results[phase.name] = plan_one(dataclasses.replace(of_phase, train=train, phases=()))
+    parts = [f"phase {name}\n\n{result.report}\n" for name, result in results.items()]
+    numbers = {"phases": {name: result.numbers for name, result in results.items()}}
+    fits = all(result.fits for result in results.values())
+    if fits:
+        hours = [sum(plan["hours"][i] for plan in numbers["phases"].values()) for i in (0, 1)]
+        numbers["hours"] = hours
+        whole = overview.spell_range(*(3600 * each for each in hours))
+        parts.append(f"all phases              {config.train.steps:,} steps: {whole}")
+    return PlanResult(fits, numbers, "\n".join(parts))
 
 
 def _without_unknown(numbers):

@@ -16,8 +16,7 @@ from convbert_jax import storage
 from convbert_jax.config import Config, ConfigError
 from convbert_jax.data import input_rows
 from convbert_jax.data.input_rows import ModelInput
-from convbert_jax.data.readers.tables import Source
-from convbert_jax.data.readers.text_lines import Stream
+from convbert_jax.data.readers.rows import Source, Stream
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference import loading
 from convbert_jax.inference import stream as prediction_output
@@ -90,7 +89,7 @@ def _open_model(
     workdir = Workdir(path)
     if workdir.holds_run():
         config = workdir.read_config()
-        if config.writes_text:
+        if config.spec.generates:
             return _open_writer(workdir, config, output, texts, decoding)
     if decoding:
         raise ConfigError(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 import jax
 from absl import logging
@@ -10,14 +11,14 @@ from etils import epath
 
 from convbert_jax import storage
 from convbert_jax.analysis import overview, pretraining_report
-from convbert_jax.config import Config, UserError, network
-from convbert_jax.data import beam_pipeline
+from convbert_jax.config import Config, UserError
+from convbert_jax.data import beam_pipeline, bucket, stores
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference.generation import read_mean
-from convbert_jax.interop import conversion
-from convbert_jax.interop.networks import abstract_params, outline, split
+from convbert_jax.interop import conversion, sentence_transformers
+from convbert_jax.interop.networks import abstract_params, split
 from convbert_jax.interop.sources import check_learned, keep_vocabularies
-from convbert_jax.recipes import evaluation, finetuning, prepared, scoring, start, tasks, teaching
+from convbert_jax.recipes import evaluation, prepared, scoring, start, tasks, teaching
 from convbert_jax.recipes.prepared import Data
 from convbert_jax.recipes.reports import page
 from convbert_jax.recipes.reports import pretraining as reports
@@ -37,19 +38,7 @@ def prepare(
     runner: str | None = None,
     runner_options: Sequence[str] = (),
 ) -> None:
-    """Builds tokenizer and shards for `config` in the workdir `folder` unless they exist.
-
-    Args:
-      given: see `start.read_start`.
-      runner, runner_options: Apache Beam runner, see `beam_pipeline.open_runner`; None for local
-        processes.
-
-    Raises:
-      DataError: the runner is not available, or the data cannot be prepared.
-    """
-    if config.recipe == "finetune":
-        logging.info("Nothing to prepare: fine-tuning reads its tasks when it starts.")
-        return
+    """See `recipes.prepare`."""
     opened = beam_pipeline.open_runner(runner, runner_options) if runner else None
     workdir = Workdir(folder)
     config, _ = start.read_start(config, workdir, given)
@@ -60,18 +49,25 @@ def prepare(
 
 
 def show(config: Config, folder: epath.PathLike, given: Collection[str] = ()) -> str:
-    """Returns a summary of a config, see `overview.describe`; starts and writes nothing.
+    """See `recipes.show`."""
+    config = complete(config, folder, given)
+    return overview.describe_run(config, abstract_params(config), config.spec.unread)
 
-    Args:
-      given: see `start.read_start`; files and weights of the config are read.
-    """
-    if config.recipe == "finetune":
-        config, *_ = finetuning.read_start(config, given)
-        unread = finetuning.UNREAD
-    else:
-        config, _ = start.read_start(config, Workdir(folder), given)
-        unread = _unread(config)
-    return overview.describe(config, abstract_params(config), unread)
+
+def complete(config: Config, folder: epath.PathLike, given: Collection[str] = ()) -> Config:
+    """See `recipes.complete`."""
+    return start.read_start(config, Workdir(folder), given)[0]
+
+
+def check_sources(config: Config, directory: epath.Path) -> str:
+    """See `recipes.check_sources`."""
+    if storage.is_remote(directory) and (listed := bucket.list_files(directory)):
+        size = sum(size for size, _ in listed.values()) / 1e9
+        return f"{directory} is prepared, {size:.2f} GB to copy to {config.data.cache}"
+    metadata = stores.store_of(config).read_metadata(Path(directory))
+    if metadata and metadata["complete"] and not config.data.mixture:
+        return f"{directory} is prepared"
+    return ", ".join(stores.check_sources(config))
 
 
 def pretrain(
@@ -89,30 +85,31 @@ def pretrain(
     optimizer.check_method(config.optimizer)
     found = environment.find_devices(config)
     mesh = partitioning.make_mesh(config.mesh, found)
-    prepared.check_batches(config, mesh)
+    recipe = tasks.recipe_of(config)
+    for of_phase in config.phase_configs:
+        recipe.check_batches(of_phase, mesh)
     workdir = Workdir(folder)
     config, source = start.read_start(config, workdir, given)
-    if config.reads_pairs and scoring.can_score():
-        scoring.check(config, tests=False)
-    if config.recipe == "span_corruption" and not config.tokenizer.path:
-        tasks.check_sentinels(config, config.tokenizer.sentinels)
+    recipe.check(config)
     teacher = teaching.open_teacher(config)
     if teacher and config.distillation.initialize and not workdir.is_bound():
         source = teaching.start_of(config, teacher)
     writer = jax.process_index() == 0
     opened = workdir.open(config, writer=writer, alone=jax.process_count() == 1)
     with environment.random_numbers(found), opened:
-        start.log_run(config, workdir, found)
+        start.log_run(config, workdir, found, abstract_params(config))
         environment.advise_dtype(config, found[0])
         teaching.bind(workdir, config, teacher, writer=writer)
-        if idle := _idle_fields(config):
+        if idle := config.spec.idle_fields(config):
             logging.info(
                 "Ignored (set per stage, or not read by the mixer): %s.",
                 ", ".join(f"config.model.{f}={getattr(config.model, f)}" for f in idle),
             )
-        if not config.writes_text:
-            _tell_of_encoder(config)
-        data = prepared.open_data(config, workdir)
+        recipe.log_start(config)
+        data = recipe.open_data(config, workdir)
+        counted = start.count_steps(config, workdir, required=True)
+        if counted is not config:
+            config, data = counted, recipe.open_data(counted, workdir)
         # Later calls read the values chosen for "auto" from the kept config.
         config = dataclasses.replace(config, tokenizer=data.tokenizers[0].section)
         if writer:
@@ -121,23 +118,38 @@ def pretrain(
             check_learned(workdir, config, data.tokenizers)
         elif writer:
             keep_vocabularies(workdir, config, data.tokenizers)
-        task = tasks.build_task(
-            config,
-            data.tokenizer.special,
-            found[0],
-            teacher,
+        build = functools.partial(
+            tasks.build_task,
+            special=data.tokenizer.special,
+            device=found[0],
+            teacher=teacher,
             tokenizer=data.tokenizer,
-            effort=data.effort(mesh),
         )
+        made: dict[Config, Task] = {}  # phases with equal values share their compiled steps
+        segments = []
+        phases = prepared.open_phases(config, workdir, recipe.effort) if config.phases else [data]
+        for of_phase, its_data, end in zip(
+            config.phase_configs, phases, config.phase_ends, strict=True
+        ):
+            if of_phase not in made:
+                made[of_phase] = build(of_phase, effort=its_data.effort(mesh))
+            segments.append(
+                loop.Segment(
+                    end=end,
+                    task=made[of_phase],
+                    batches=functools.partial(its_data.training, mesh),
+                    evaluation=its_data.heldout(mesh),
+                )
+            )
+        task = segments[-1].task
         try:
             result = loop.train(
-                task,
+                segments,
                 config,
                 workdir=workdir,
                 mesh=mesh,
-                batches=data.training(mesh),
-                evaluation=data.heldout(mesh),
                 initial_params=functools.partial(start.fill, config, source) if source else None,
+                initial_opt_state=start.opt_state_of(config) if source else None,
                 publish=functools.partial(_publish, config, workdir, data.tokenizer),
             )
         except TrainingError as error:
@@ -150,51 +162,18 @@ def pretrain(
         return _conclude(config, workdir, data, task, result, mesh)
 
 
-def _unread(config: Config) -> tuple[str, ...]:
-    """Returns the config sections that the recipe does not read."""
-    of_tasks = ("finetune", "task", "outputs")
-    if not config.writes_text:
-        return (*of_tasks, "sequence", "parallel", "decoding")
-    return (*of_tasks, "generator", "distillation", *(() if config.reads_pairs else ("parallel",)))
-
-
-def _idle_fields(config: Config) -> list[str]:
-    has_encoder_and_decoder = config.writes_text and config.recipe != "causal_lm"
-    return network.idle_fields(config.model, config.sequence if has_encoder_and_decoder else None)
-
-
-def _tell_of_encoder(config: Config) -> None:
-    """Logs notes about an encoder at the start of its run."""
-    networks = outline(config)
-    if networks["main"].masked:
-        logging.info(
-            "The convolutions ignore padding, but exports for transformers, sentence-transformers "
-            "and ONNX read it. For equal outputs on padded batches train with "
-            "--config.model.mask_convolution=false --config.data.layout=electra. See "
-            "docs/weights.md#padded-batches."
-        )
-    if first := config.objective.masked_lm_steps:
-        logging.info(
-            "Steps 1 to %d train the encoder on masked words, later steps (from %d) on replaced "
-            "tokens.",
-            first,
-            first + 1,
-        )
-    if config.checkpoint.huggingface_every:
-        conversion.check_expressible(conversion.expressible(networks, "huggingface"))
-
-
 def _publish(config: Config, workdir: Workdir, tokenizer: Tokenizer, step: int, params):
     """Exports the parameters to WORKDIR/huggingface/step-N."""
     params = partitioning.gather(params)
     if jax.process_index() == 0:
         conversion.write_huggingface(
             workdir.export("huggingface", step),
-            conversion.expressible(split(config, params), "huggingface"),
+            conversion.expressible(split(config.at(step), params), "huggingface"),
             (tokenizer, config.tokenizer),
             title=config.name,
             step=step,
             compare=False,
+            vectors=sentence_transformers.of_run(config),
         )
 
 
@@ -249,6 +228,7 @@ def _begin_report(config, workdir, metrics, **fields) -> PretrainingReport:
         numbers=pretraining_report.list_numbers(last, config.vocabularies[1]),
         evaluated=last.get("step", 0),
         curves=pretraining_report.arrange_curves(metrics),
+        commands=tasks.recipe_of(config).commands(config, workdir, fields["step"]),
         **fields,
     )
 
@@ -260,18 +240,19 @@ def _report(config, workdir, data: Data, result: loop.Result, metrics, mesh) -> 
     )
     if result.interrupted:
         return report
-    with jax.set_mesh(mesh):
-        cloze = reports.fill_in(config, data.corpus, result.state.params)
-        suspects = reports.detect(config, data.corpus, result.state.params)
+    recipe, cloze, suspects = tasks.recipe_of(config), None, None
+    if jax.process_count() == 1:  # several processes have only some of the rows each
+        of_phase = dataclasses.replace(config.at(result.step), data=config.data)
+        with jax.set_mesh(mesh):
+            cloze = recipe.fill_in(of_phase, data, result.state.params)
+            suspects = recipe.detect(of_phase, data, result.state.params)
     try:
         picture = pretraining_report.plot_curves(report.curves, workdir.curves, report.title)
     except Exception as error:  # a failed plot must not fail a finished run
         picture = False
         logging.warning("Cannot plot %s (%s); the run is complete.", workdir.curves, error)
-    sets, unwritten = [], ""
-    if config.reads_pairs:
-        heldout = result.evaluation if report.evaluated == result.step else {}
-        sets, unwritten = _write_and_score(config, workdir, data, result, heldout)
+    heldout = result.evaluation if report.evaluated == result.step else {}
+    sets, unwritten = _write_and_score(config, workdir, data, result, heldout)
     return dataclasses.replace(
         report,
         picture=picture,
@@ -290,7 +271,7 @@ def _make_page(report: PretrainingReport, task: Task, params, metrics, mesh) -> 
         warnings = sorted([*went_back, *(warnings or ())])
     return reports.make_page(
         report,
-        page.describe(config, mesh, _unread(config)),
+        page.describe(config, mesh, config.spec.unread),
         parameters=overview.count_parts(params),
         warnings=warnings,
     )
@@ -313,21 +294,16 @@ def _write_and_score(
     Returns:
       (scored sets, reason if the held-out pairs were not scored).
     """
-    if not scoring.can_score():
-        return [], scoring.NOT_SCORED
     file = workdir.evaluation(result.step)
-    try:
-        steps, params = (result.step,), partitioning.gather(result.state.params)
+
+    def read():
         if config.decoding.average > 1:
-            steps, params = read_mean(workdir, config, result.step)
-        sets, unwritten = scoring.score_sets(
-            config,
-            params,
-            data.tokenizers,
-            data.pairs,
-            evaluation.texts_folder(file),
-            steps=steps,
-            tests={},
+            return read_mean(workdir, config, result.step)
+        return (result.step,), partitioning.gather(result.state.params)
+
+    try:
+        sets, unwritten = tasks.recipe_of(config).write_and_score(
+            config, data, evaluation.texts_folder(file), read, tests={}
         )
     except UserError as error:
         logging.warning("No texts were generated and scored: %s", error)

@@ -78,6 +78,7 @@ class FinetuningResult:
     tasks: tuple[TaskResult, ...]
     table: str
     report: str
+    stopped_by = None  # an interruption raises KeyboardInterrupt
 
 
 @dataclasses.dataclass(frozen=True)

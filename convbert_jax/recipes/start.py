@@ -4,19 +4,21 @@ A generative model may start from another run, as translation initialized from s
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 from absl import logging
 
-from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
+from convbert_jax import storage
+from convbert_jax.config import Config, ConfigError, from_config_dict, lengths, to_dict
+from convbert_jax.data.stores import store_of
 from convbert_jax.data.tokenizer.normalization import unresolved
 from convbert_jax.data.tokenizer.tokenizer import follow_file
 from convbert_jax.interop import importing, matching, sources
-from convbert_jax.interop.networks import abstract_params
 from convbert_jax.interop.sources import read_tokenizers, use_copies
-from convbert_jax.recipes import teaching
+from convbert_jax.recipes import prepared, teaching
+from convbert_jax.training import checkpoints, optimizer
 from convbert_jax.training.environment import describe_devices
 from convbert_jax.training.partitioning import Params, count_params
 from convbert_jax.workdir import Workdir
@@ -57,7 +59,7 @@ def _read_generative_start(
     config = _with_fields(config, fields, given)
     if begun:
         return config, None
-    if config.parallel.from_scratch and config.reads_pairs:
+    if config.parallel.from_scratch and "parallel" not in config.spec.unread:
         logging.info("Initialized random weights with the sizes of %s.", config.init_from)
         return config, None
     step, params = sources.read_params(source, kept, None)
@@ -89,20 +91,11 @@ def _read_config(config: Config, source: Workdir) -> Config:
             value=config.init_from,
         )
     kept = source.read_config()
-    if not kept.writes_text:
+    if kept.spec.network != config.spec.network:
         raise ConfigError(
-            f"config.init_from={config.init_from} is an encoder (config.recipe='{kept.recipe}'). "
-            "Use a run of a generative model.",
-            field="config.init_from",
-            value=config.init_from,
-        )
-    if (kept.recipe == "causal_lm") != (config.recipe == "causal_lm"):
-        one, other = "a language model", "an encoder-decoder"
-        if config.recipe == "causal_lm":
-            one, other = other, one
-        raise ConfigError(
-            f"config.init_from={config.init_from} is {one} (config.recipe='{kept.recipe}'), but "
-            f"config.recipe='{config.recipe}' needs {other}.",
+            f"config.init_from={config.init_from} is {kept.spec.network} "
+            f"(config.recipe='{kept.recipe}'), but config.recipe='{config.recipe}' needs "
+            f"{config.spec.network}.",
             field="config.init_from",
             value=config.init_from,
         )
@@ -155,10 +148,48 @@ def read_start(
     Raises:
       UserError: vocabulary or weights do not exist or do not match the config.
     """
+    config, source = _read_start(config, workdir, given)
+    return count_steps(config, workdir), source
+
+
+def count_steps(config: Config, workdir: Workdir, *, required: bool = False) -> Config:
+    """Replaces lengths as "100M words" by numbers of steps of the prepared corpus.
+
+    Args:
+      required: raise ConfigError if the corpus is not prepared; else `config` is returned.
+    """
+    units = {lengths.parse(text, field)[1] for field, text in lengths.find_texts(config)}
+    if not units and not config.phases:
+        return config
+    counted = units & {"words", "epochs"}
+    folder = sources.trained_folder(workdir, config) if counted else None
+
+    def rates(of_phase: Config):
+        rows = prepared.folder_of_rows(config, of_phase)
+        of_corpus = store_of(config).rates(of_phase, folder / rows) if counted else {}
+        return lengths.tokens_of_step(of_phase) | of_corpus
+
+    if not required and any(counted - rates(of_phase).keys() for of_phase in config.phase_configs):
+        return config
+    found = lengths.to_steps(config, rates)
+    if units:
+        logging.info(
+            "The run has %s steps%s; lengths as numbers of steps are in %s.",
+            f"{found.train.steps:,}",
+            "".join(f", {phase.name} {phase.length:,}" for phase in found.phases),
+            workdir.config,
+        )
+    return from_config_dict(to_dict(found))
+
+
+def _read_start(
+    config: Config, workdir: Workdir, given: Collection[str]
+) -> tuple[Config, sources.Source | RunWeights | None]:
+    """Implements `read_start`, except for lengths."""
     workdir.data(config)
     if workdir.is_bound() and workdir.config.exists():
         config = _keep_chosen(use_copies(workdir, config), workdir.read_config())
-    if config.writes_text:
+    if config.spec.generates:
         return _read_generative_start(config, workdir, given)
     config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
     config = teaching.follow(config, workdir, given)
@@ -191,11 +222,39 @@ def _as_begun(config: Config, workdir: Workdir, given: Collection[str]) -> Confi
     return _with_fields(config, fields, given)
 
 
-def log_run(config: Config, workdir: Workdir, found: Sequence[jax.Device]) -> None:
+def opt_state_of(config: Config) -> Callable[[Any], Any] | None:
+    """Returns a function that reads the optimizer state of config.init_from=RUN@PHASE.
+
+    Only its schedule starts again at step 0.
+
+    Returns:
+      abstract state -> state; None if config.init_from is something else.
+    """
+    path, phase = sources.split_phase(config.init_from)
+    if not phase:
+        return None
+    workdir = Workdir(path)
+    step = sources.step_of_phase(workdir, phase)
+
+    def read(abstract):
+        place = workdir.checkpoints / str(step)
+        try:
+            found = checkpoints.read_parts(storage.absolute(place), {"opt_state": abstract})
+        except checkpoints.CheckpointError as error:
+            raise ConfigError(
+                f"has no optimizer state for this run: {error}. Use the same recipe and "
+                f"config.optimizer.method, or config.init_from={path} for a new state.",
+                field="config.init_from",
+                value=config.init_from,
+            ) from error
+        logging.info("Read the optimizer state of step %d of %s.", step, path)
+        return optimizer.restart_schedule(found["opt_state"])
+
+    return read
+
+
+def log_run(config: Config, workdir: Workdir, found: Sequence[jax.Device], params: Params) -> None:
     """Logs the name, recipe, size, folder and devices of a run."""
-    params = abstract_params(config)
-    if config.recipe == "finetune":
-        params = {name: part for name, part in params.items() if name != "head"}  # differs per task
     logging.info(
         "Running %s (%s, %s parameters) in %s on %s. All fields: %s.",
         config.name,

@@ -31,7 +31,7 @@ from convbert_jax.config import (
 from convbert_jax.data.tokenizer.tokenizer import load_tokenizer
 from convbert_jax.interfaces import Rules
 from convbert_jax.interop import importing, matching, sources
-from convbert_jax.interop.networks import Network, make_modules, stack, to_tree
+from convbert_jax.interop.networks import Network, make_modules, places, stack, to_tree
 from convbert_jax.models.encoder import Encoder
 from convbert_jax.models.networks import sharding_rules
 from convbert_jax.objectives import distillation
@@ -39,10 +39,7 @@ from convbert_jax.training.partitioning import Params
 from convbert_jax.workdir import Workdir
 
 # recipe -> (head that computes the teacher's logits, its name in messages)
-_HEADS = {
-    "masked_lm": ("mlm_head", "masked language"),
-    "replaced_token": ("rtd_head", "discriminator's"),
-}
+_HEADS = {"mlm_head": "masked language", "rtd_head": "discriminator's"}
 # The teacher uses the fastest implementation on this machine and no dropout.
 _HERE = {"attention": "auto", "convolution": "auto", "attention_dropout": 0.0}
 _ROOT = "teacher"
@@ -60,6 +57,7 @@ class Teacher:
       params: parameters for `Task.frozen`, under one root key.
       encoder: encoder config used for the computation.
       checksum: SHA-256 of weights and configs, independent of their path.
+      head: the head whose logits are compared, "mlm_head" or "rtd_head"; "" for none.
     """
 
     network: Network
@@ -67,6 +65,7 @@ class Teacher:
     encoder: EncoderConfig
     graphdef: nnx.GraphDef
     checksum: str
+    head: str
 
     @property
     def embeddings(self) -> EmbeddingsConfig:
@@ -162,14 +161,14 @@ def open_teacher(config: Config) -> Teacher | None:
     with _named(config):
         importing.check_vocabulary(source, load_tokenizer(config.tokenizer, Path()))
     encoder = _here(network.encoder)
-    head, called = _HEADS[config.recipe]
+    head = next(part for part in places(config)["main"] if part in _HEADS)
     _check_sizes(config, network)
     if d.logits_weight and not network.has(head):
         raise _error(
             config,
-            f"has no {called} head, which config.recipe='{config.recipe}' needs for its logits. "
-            "Set config.distillation.logits_weight=0 and another weight above 0, or use another "
-            "teacher",
+            f"has no {_HEADS[head]} head, which config.recipe='{config.recipe}' needs for its "
+            "logits. Set config.distillation.logits_weight=0 and another weight above 0, or use "
+            "another teacher",
             field="config.distillation.logits_weight",
         )
     outputs = {head: 1} if d.logits_weight else {}
@@ -177,7 +176,9 @@ def open_teacher(config: Config) -> Teacher | None:
     flat = stack(network.parameters, encoder)
     flat = {path: leaf for path, leaf in flat.items() if path.startswith(parts)}
     graphdef = nnx.graphdef(make_modules(network.embeddings, encoder, outputs))
-    teacher = Teacher(network, {_ROOT: to_tree(flat)}, encoder, graphdef, _checksum(network))
+    teacher = Teacher(
+        network, {_ROOT: to_tree(flat)}, encoder, graphdef, _checksum(network), "".join(outputs)
+    )
     _check_layers(config, encoder)
     return teacher
 
@@ -218,7 +219,7 @@ def start_of(config: Config, teacher: Teacher) -> sources.Source:
       TeacherError: mixers, layer sizes or embedding sizes differ.
     """
     rule = config.distillation.layers
-    theirs, ours = _layers(teacher.network.encoder), _layers(config.encoder)
+    theirs, ours = teacher.network.encoder.layers, config.encoder.layers
     of_teacher = teacher.network.parameters
     flat = {path: leaf for path, leaf in of_teacher.items() if not path.startswith("layers/")}
     for student, taken in distillation.pairs(
@@ -254,13 +255,8 @@ def start_of(config: Config, teacher: Teacher) -> sources.Source:
 
 def _here(encoder: EncoderConfig) -> EncoderConfig:
     stages = tuple(
-        dataclasses.replace(
-            stage,
-            layer=dataclasses.replace(
-                stage.layer, mixer=mixers.change(stage.layer.mixer, **_HERE), dropout=0.0
-            ),
-        )
-        for stage in encoder.stages
+        stage.map(lambda layer: dataclasses.replace(layer, dropout=0.0))
+        for stage in encoder.with_mixers(**_HERE).stages
     )
     return dataclasses.replace(encoder, stages=stages, remat="none", scan_unroll=1)
 
@@ -293,7 +289,7 @@ def _check_sizes(config: Config, network: Network) -> None:
             field="config.data.length",
             value=config.data.length,
         )
-    if table.types < 2 and config.data.layout != "packed":
+    if table.types == 1 and config.data.layout != "packed":
         raise _error(
             config,
             f"has one segment type, but config.data.layout='{config.data.layout}' uses two. Set "
@@ -314,7 +310,7 @@ def _check_sizes(config: Config, network: Network) -> None:
 def _check_layers(config: Config, encoder: EncoderConfig) -> None:
     """Checks that the compared layers exist and have comparable attention."""
     d = config.distillation
-    ours, theirs = _layers(config.encoder), _layers(encoder)
+    ours, theirs = config.encoder.layers, encoder.layers
     if (d.layers != "last" or d.initialize) and len(ours) > len(theirs):
         raise _error(
             config,
@@ -364,10 +360,6 @@ def _count_heads(encoder: EncoderConfig, name: str) -> list[int]:
     for stage, found in zip(encoder.stages, seen, strict=True):
         counts += [found[name].shape[2] if name in found else 0] * stage.depth
     return counts
-
-
-def _layers(encoder: EncoderConfig):
-    return [stage.layer for stage in encoder.stages for _ in range(stage.depth)]
 
 
 def _sizes(layer: LayerConfig) -> tuple:

@@ -63,7 +63,7 @@ def read(argv: Sequence[str], description: str = "") -> Request:
       UserError: an invalid flag, file or sweep.
     """
     changed, rest = overrides.take(argv[1:])
-    flags = _parser(description).parse_args(rest)
+    flags = make_parser(description).parse_args(rest)
     sweep = config_files.load_sweep(flags.config)
     if not isinstance(sweep, Sweep):
         raise SweepError(
@@ -90,7 +90,8 @@ def read(argv: Sequence[str], description: str = "") -> Request:
     )
 
 
-def _parser(description: str) -> _Parser:
+def make_parser(description: str = "") -> argparse.ArgumentParser:
+    """Returns the parser of all flags but overrides of config fields."""
     parser = _Parser(
         prog="python launch/sweep.py",
         description=description,

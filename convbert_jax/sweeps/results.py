@@ -85,7 +85,7 @@ def check_metrics(sweep: Sweep, runs: Sequence[Run]) -> None:
 
 def choose_metrics(sweep: Sweep, config: Config) -> tuple[str, ...]:
     """Pre-training metrics that the report and the log show."""
-    if sweep.metrics or not config.writes_text:
+    if sweep.metrics or not config.spec.generates:
         return sweep.metrics or METRICS
     more = ("word_perplexity",) if "word_perplexity" in config.heldout_metrics else ()
     return (*(_score_names(config) or more), "perplexity", "tokens_per_second")
@@ -215,10 +215,10 @@ def read_curve(run: Run, folder: Folder) -> tuple[dict[str, float], ...]:
     config = run.config
     records = read_metrics(folder.run(run.id).metrics)
     trained = [r for r in records if r["split"] == "train"]
-    tokens, flops = config.train.batch_size * config.data.length, math.nan
-    if not config.reads_pairs:
+    tokens, flops = config.spec.tokens_per_step(config), math.nan
+    if tokens:
         flops = count_flops(run, folder) / config.train.steps
-    elif trained:  # the mean of its batches, which vary
+    elif trained:  # pairs: the mean of its batches, which vary
         tokens = trained[0]["tokens"] / trained[0]["step"]
     timed = [r["seconds_per_step"] for r in trained if "seconds_per_step" in r]
     median = statistics.median(timed) if timed else math.nan

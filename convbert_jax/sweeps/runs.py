@@ -3,13 +3,12 @@
 import collections
 import dataclasses
 import math
-import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from convbert_jax import config_files
+from convbert_jax import config_files, recipes
 from convbert_jax.analysis import flops, overview, plans
 from convbert_jax.analysis.sweep_report import markdown
 from convbert_jax.analysis.tpu_devices import CHIPS, count_chips, expand_name, read_shape
@@ -19,15 +18,11 @@ from convbert_jax.config import (
     UserError,
     changes,
     from_config_dict,
-    network,
     to_dict,
     to_text,
 )
-from convbert_jax.config.sequences import OF_PAIRS
-from convbert_jax.data import parallel_text
-from convbert_jax.data.readers.sources import REMOTE, open_source
+from convbert_jax.config.lengths import find_texts
 from convbert_jax.interop import networks
-from convbert_jax.recipes import finetuning, start
 from convbert_jax.sweeps.table import (
     FINETUNE,
     FINISHED,
@@ -53,8 +48,6 @@ _DECODING, _DECODING_SPEED = "decoding.", "decoding.batch_tokens"
 _TASK_FIELDS = ("finetune.", "task.", "parallel.", "decoding.")
 _SHARED_FIELDS = ("platform", "compute_dtype", "mesh.", "train.compile_cache")
 _ADD_TASK = "Add --finetune='text:trec --config.task.folder=FOLDER'."
-# Recipe -> recipes of the tasks that may follow it; FINETUNE for all others.
-_FOLLOWING = {"span_corruption": OF_PAIRS, "causal_lm": ()}
 
 
 def expand(sweep: Sweep, folder: Folder, overrides: Mapping[str, Any] | None = None) -> list[Run]:
@@ -147,6 +140,11 @@ def _variant_changes(
     variant = sweep.variants[name]
     changed = {**sweep.changes, **overrides, **variant.changes}
     config = _make_variant(sweep, name, changed)
+    if config.phases:
+        raise SweepError(f"of variant {name} are not supported in a sweep.", field="config.phases")
+    if texts := list(find_texts(config)):
+        field, text = texts[0]
+        raise SweepError(f"of variant {name} must be a number of steps.", field=field, value=text)
     if variant.step_fractions:
         fractions = variant.step_fractions.items()
         return changed | {path: round(config.train.steps * part) for path, part in fractions}
@@ -185,7 +183,7 @@ def _training_flops(
 
 def _no_flops(config: Config) -> str:
     """Reason why the FLOPs of a step are not known, or ""."""
-    if config.recipe == FINETUNE or config.reads_pairs:
+    if config.spec.tokens_per_step(config) is None:
         return f"config.recipe={config.recipe} is not pre-training on a corpus"
     if config.distillation.teacher:
         return (
@@ -198,7 +196,7 @@ def _expand_variant(sweep: Sweep, folder: Folder, name: str, changed: dict, task
     """Returns the run of one variant and seed, and its tasks."""
     config = _make_variant(sweep, name, changed)
     seed = changed["seed"]
-    if sweep.tasks and (config.recipe == FINETUNE or config.reads_pairs):
+    if sweep.tasks and not config.spec.followed_by:
         raise SweepError(
             f"of {sweep.config} allows no tasks.", field="config.recipe", value=config.recipe
         )
@@ -230,11 +228,11 @@ def _expand_variant(sweep: Sweep, folder: Folder, name: str, changed: dict, task
 def _make_task(folder: Folder, before: Run, name: str, task: Task, overrides, from_scratch) -> Run:
     changed = {**overrides, **task.changes, "init_from": str(folder.run(before.id))}
     config = make_config(f"task {name}", task.config, changed)
-    following = _FOLLOWING.get(before.config.recipe, (FINETUNE,))
+    following = before.config.spec.followed_by
     if config.recipe not in following:
         raise SweepError(
             f"of task {name} cannot follow {before.config.recipe}; expected "
-            f"{' or '.join(following) or 'no task'}.",
+            f"{' or '.join(following)}.",
             field="config.recipe",
             value=config.recipe,
         )
@@ -252,15 +250,15 @@ def _make_task(folder: Folder, before: Run, name: str, task: Task, overrides, fr
 
 def identity(config: Config) -> str:
     """Text that is equal for configs that train the same model: all fields that have an effect."""
-    if config.recipe == FINETUNE or config.writes_text:
-        return repr(config)
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    default = ModelSection()
-    idle = {name: getattr(default, name) for name in network.idle_fields(config.model)}
-    fields["model"] = dataclasses.replace(config.model, **idle)
-    if config.recipe == "masked_lm":
-        del fields["generator"]
-    return repr(fields)
+    idle = {name: getattr(ModelSection(), name) for name in config.spec.idle_fields(config)}
+    read = dataclasses.replace(config, model=dataclasses.replace(config.model, **idle))
+    return repr(
+        [
+            (field.name, getattr(read, field.name))
+            for field in dataclasses.fields(read)
+            if field.name not in config.spec.unread
+        ]
+    )
 
 
 def _check_distinct(runs: Sequence[Run]) -> None:
@@ -346,25 +344,14 @@ def check_files(runs: Iterable[Run], folder: Folder) -> None:
             continue
         seen.add(what)
         try:
-            if run.config.recipe == FINETUNE and not run.after:
-                finetuning.read_start(run.config, tuple(run.changes))
-            elif not run.after and _reads_weights(run.config):
-                start.read_start(run.config, folder.run(run.id), tuple(run.changes))
-            _check_data(run.config, seen)
+            if not run.after and _reads_weights(run.config):
+                recipes.complete(run.config, folder.run(run.id).path, tuple(run.changes))
+            data = folder.run(run.id).data(run.config)
+            if data not in seen:
+                seen.add(data)
+                recipes.check_sources(run.config, data)
         except UserError as error:
             raise _named(what, error) from error
-
-
-def _check_data(config: Config, seen: set[str]) -> None:
-    if config.recipe == FINETUNE:
-        finetuning.check_tasks(config)
-    elif config.reads_pairs:
-        parallel_text.open_sources(config)
-    elif not pathlib.Path(config.data.directory).exists():  # else it is prepared
-        for spec in filter(None, (config.data.source, config.data.validation_source)):
-            if spec not in seen and not spec.startswith((*REMOTE, "tfds")):
-                seen.add(spec)
-                open_source(config.data, spec)
 
 
 def effective_config(config: Config, paths: Iterable[str], workdir: Workdir) -> Config:
@@ -378,7 +365,7 @@ def effective_config(config: Config, paths: Iterable[str], workdir: Workdir) -> 
     if not _reads_weights(config):
         return config
     try:
-        return start.read_start(config, workdir, tuple(paths))[0]
+        return recipes.complete(config, workdir.path, tuple(paths))
     except UserError:
         return config
 
@@ -402,9 +389,8 @@ def count_tokens(run: Run) -> int | None:
     are known when they are prepared.
     """
     config = run.config
-    if run.stage != PRETRAIN or config.reads_pairs:
-        return None
-    return config.train.steps * config.train.batch_size * config.data.length
+    tokens = config.spec.tokens_per_step(config) if run.stage == PRETRAIN else None
+    return tokens and config.train.steps * tokens
 
 
 def count_flops(run: Run, folder: Folder) -> float | None:

@@ -264,7 +264,7 @@ class Folder:
 
     def data(self, config: Config) -> pathlib.Path:
         """Folder of tokenizer and shards, the same for runs whose token rows are the same."""
-        sections = ("data", "tokenizer", *(["parallel"] if config.reads_pairs else []))
+        sections = ("data", "tokenizer", config.spec.data)
         key = {
             f"{section}.{name}": value
             for section, values in to_dict(config).items()
@@ -273,8 +273,7 @@ class Folder:
             if f"{section}.{name}" in _VOCABULARIES
             or not changes.is_changeable(Config, f"{section}.{name}", config.recipe)
         }
-        if config.reads_pairs:
-            key["sequence.shared_vocabulary"] = config.sequence.shared_vocabulary
+        key["two vocabularies"] = config.spec.has_two_vocabularies(config)
         if not config.tokenizer.path:  # the vocabulary comes from the weights, if there are any
             weights = {"init_from": config.init_from, "teacher": config.distillation.teacher}
             key |= {name: path for name, path in weights.items() if path}

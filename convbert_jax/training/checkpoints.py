@@ -361,8 +361,13 @@ _FAULTS = (OSError, ValueError, RuntimeError)  # raised by Orbax and TensorStore
 class Checkpoints:
     """Checkpoints in one directory; all processes call every method."""
 
-    def __init__(self, directory: pathlib.Path, section: CheckpointSection):
+    def __init__(
+        self, directory: pathlib.Path, section: CheckpointSection, *, always: Sequence[int] = ()
+    ):
         """Opens or creates `directory` and removes unfinished checkpoints.
+
+        Args:
+          always: steps of checkpoints that are never deleted.
 
         Raises:
           CheckpointError: the directory cannot be read or created.
@@ -382,7 +387,7 @@ class Checkpoints:
                 self._checkpointer = ocp.training.Checkpointer(
                     self._directory,
                     context=make_context(),
-                    preservation_policy=_preservation_policy(section),
+                    preservation_policy=_preservation_policy(section, always),
                     cleanup_tmp_directories=True,
                 )
         except OSError as error:
@@ -556,9 +561,11 @@ class Checkpoints:
         )
 
 
-def _preservation_policy(section: CheckpointSection):
+def _preservation_policy(section: CheckpointSection, always: Sequence[int]):
     policies = ocp.training.preservation_policies
     kept = [policies.LatestN(section.keep)]
+    if always:
+        kept.append(policies.CustomSteps(always))
     if section.keep_every:
         kept.append(policies.EveryNSteps(section.keep_every))
     if section.best_metric:

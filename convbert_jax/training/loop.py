@@ -10,12 +10,13 @@ import contextlib
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import logging
 from etils import epath
 from jax.sharding import Mesh
@@ -64,7 +65,7 @@ def evaluate(
     task: Task,
     eval_step: EvalStep,
     params: Params,
-    batches: Iterable[Batch],
+    heldout: Mapping[str, Iterable[Batch]],
     *,
     seed: int,
     opt_state: Any = None,
@@ -73,7 +74,8 @@ def evaluate(
 
     Args:
       eval_step: compiled `task.evaluate`.
-      batches: global arrays, starting with the first batch; masks depend on the batch index.
+      heldout: source -> global arrays, starting with its first batch; masks depend on the batch
+        index. Sources with a name also get their own metrics, as "NAME/loss".
       seed: config.seed.
       opt_state: optimizer state on the devices during training, for the out-of-memory error.
 
@@ -82,23 +84,30 @@ def evaluate(
       EvaluationError: there are no batches.
     """
     key = train_step.fold_in_name(jax.random.key(seed), "evaluation")
-    count = 0
-
-    def outputs():
-        nonlocal count
-        for count, batch in enumerate(batches, start=1):
-            yield eval_step(params, batch, jax.random.fold_in(key, count - 1))
-
+    init, update, finish = task.evaluator.init, task.evaluator.update, task.evaluator.finish
+    count, whole, values = 0, init(), {}
     with memory.explain_out_of_memory(
         "evaluating", _LESS_MEMORY, lambda: memory.find_state(params, opt_state)
     ):
-        values = task.evaluator.over(fetch_outputs(outputs(), ahead=1))
+        for source, batches in heldout.items():
+            part = init()
+            running = (
+                eval_step(params, batch, jax.random.fold_in(key, index))
+                for index, batch in enumerate(batches)
+            )
+            for outputs in fetch_outputs(running, ahead=1):
+                count += 1
+                whole = update(whole, outputs)
+                if source:
+                    part = update(part, outputs)
+            if source:
+                values |= {f"{source}/{name}": value for name, value in finish(part).items()}
     if not count:
         raise EvaluationError(
             "There are no held-out rows. Raise config.data.heldout_fraction.",
             field="config.data.heldout_fraction",
         )
-    return values
+    return finish(whole) | values
 
 
 def fetch_outputs(running: Iterable[Tree], *, ahead: int) -> Iterator[Tree]:
@@ -239,9 +248,29 @@ class Batches(Protocol):
     """Iterator over training batches (the rows of this process) with a resumable position."""
 
     def __next__(self) -> Batch: ...
+    def metrics(self) -> dict[str, float]: ...
     def get_state(self) -> dict[str, Any]: ...
     def set_state(self, state: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Consecutive steps of a run with one task and one stream of batches.
+
+    Attributes:
+      end: last step, counted from the start of the run.
+      task: segments that share this object also share their compiled steps.
+      batches: opens the training input at its first batch. It is closed on every exit. At most
+        `task.batch_shapes` shapes, with rows divisible by the mesh and config.train.accumulation.
+      evaluation: returns the held-out batches of each source, from the first, at each call; the
+        last batch is padded with rows of weight 0. See `evaluate`.
+    """
+
+    end: int
+    task: Task
+    batches: Callable[[], Batches]
+    evaluation: Callable[[], Mapping[str, Iterable[Batch]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,17 +296,17 @@ class _Dispatched(NamedTuple):
     metrics: StepMetrics
     totals: Metrics | None  # of the log interval, if it ends here
     batch: Batch
+    of_batches: dict[str, float]  # metrics of the batches so far
 
 
 def train(
-    task: Task,
+    segments: Sequence[Segment],
     config: Config,
     *,
     workdir: Workdir,
     mesh: Mesh,
-    batches: Batches,
-    evaluation: Callable[[], Iterable[Batch]],
     initial_params: Callable[[], Params] | None = None,
+    initial_opt_state: Callable[[optax.OptState], optax.OptState] | None = None,
     publish: Callable[[int, Params], None] | None = None,
 ) -> Result:
     """Trains to `config.train.steps`, resuming from the newest checkpoint in `workdir` if any.
@@ -288,12 +317,13 @@ def train(
     the rollbacks in `workdir.skipped`, not on interruptions.
 
     Args:
-      batches: training input, closed on every exit. At most `task.batch_shapes` shapes, with rows
-        divisible by the mesh and config.train.accumulation.
-      evaluation: returns the held-out batches, from the first, at each call; the last batch is
-        padded with rows of weight 0.
+      segments: all steps of the run, in order; the last segment ends at `config.train.steps`. They
+        have the same parameters, optimizer state and metrics. Each one ends with an evaluation and
+        a checkpoint, which is kept.
       initial_params: returns unsharded host arrays, the same on each process; called only without
         checkpoints. None: `task.init` with a key from `config.seed`.
+      initial_opt_state: abstract optimizer state -> state on the devices, with `initial_params`.
+        None: the state before the first step.
       publish: called as publish(step, params) on all processes before the first step and every
         `config.checkpoint.huggingface_every` steps.
 
@@ -310,11 +340,16 @@ def train(
     """
     t = config.train
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.closing(batches))
         stack.enter_context(jax.set_mesh(mesh))
         stop = stack.enter_context(signals.StopSignals())
         checkpoints = stack.enter_context(
-            contextlib.closing(Checkpoints(workdir.checkpoints, config.checkpoint))
+            contextlib.closing(
+                Checkpoints(
+                    workdir.checkpoints,
+                    config.checkpoint,
+                    always=[segment.end for segment in segments[:-1]],
+                )
+            )
         )
         tracker = None
         if jax.process_index() == 0:
@@ -322,61 +357,65 @@ def train(
         watchdog = Watchdog(t.hang_seconds)
         stack.enter_context(watchdog.watching())
         rollbacks = Rollbacks(workdir.skipped, t.rollbacks)
-        program = make_program(task, config, mesh)
-        beginning = batches.get_state()
+        programs: dict[int, Program] = {}
+        for segment in segments:
+            if id(segment.task) not in programs:
+                programs[id(segment.task)] = make_program(segment.task, config, mesh)
         while True:
             run = _Run(
-                task=task,
+                segments=segments,
+                programs=programs,
                 config=config,
                 workdir=workdir,
-                program=program,
-                batches=batches,
-                evaluation=evaluation,
                 checkpoints=checkpoints,
                 initial_params=initial_params,
+                initial_opt_state=initial_opt_state,
                 publish=publish,
                 rollbacks=rollbacks,
                 watchdog=watchdog,
             )
             try:
                 # Not entered into `stack`, which would keep `run` and its state alive.
-                with memory.explain_out_of_memory(
-                    "training", memory.LESS_TO_TRAIN, run.find_memory
+                with (
+                    contextlib.closing(run),
+                    memory.explain_out_of_memory("training", memory.LESS_TO_TRAIN, run.find_memory),
                 ):
                     run.restore_or_start()
                     if run.step >= t.steps:
                         return run.finished()
                     with metrics_writer.Reporter(
-                        workdir, task, steps=t.steps, step=run.step, tracker=tracker
+                        workdir, run.task, steps=t.steps, step=run.step, tracker=tracker
                     ) as reporter:
                         run.reporter = reporter
+                        run.tell_reporter()
                         return run.to_the_end(stop)
             except BadStepError as error:
                 rollbacks.go_back(error, checkpoints.newest or 0, writes=jax.process_index() == 0)
                 distributed.barrier("rollback")
-                batches.set_state(beginning)
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Run:
     """Arguments of `train` and the state of the loop.
 
-    `step` is the number of dispatched steps, and `state` is the state after them.
+    `step` is the number of dispatched steps, and `state` is the state after them. `number` is the
+    segment of the next step.
     """
 
-    task: Task
+    segments: Sequence[Segment]
+    programs: Mapping[int, Program]  # by id of the task
     config: Config
     workdir: Workdir
-    program: Program
-    batches: Batches
-    evaluation: Callable[[], Iterable[Batch]]
     checkpoints: Checkpoints
     initial_params: Callable[[], Params] | None
+    initial_opt_state: Callable[[optax.OptState], optax.OptState] | None
     publish: Callable[[int, Params], None] | None
     rollbacks: Rollbacks
     watchdog: Watchdog
 
     step: int = 0
+    number: int = 0
+    batches: Batches | None = None
     state: TrainState | None = None
     reporter: metrics_writer.Reporter | None = None
     pending: _Dispatched | None = None
@@ -385,15 +424,12 @@ class _Run:
     train_values: dict[str, float] = dataclasses.field(default_factory=dict)
     eval_values: dict[str, float] = dataclasses.field(default_factory=dict)
     clock: Clock = dataclasses.field(default_factory=Clock)
-    watch: environment.RecompileWatch = dataclasses.field(init=False)
+    watch: environment.RecompileWatch | None = None
     guard: LossGuard = dataclasses.field(init=False)
     extra_args: list[Params] = dataclasses.field(default_factory=list)  # step arguments, on device
     shapes: dict[str, jax.ShapeDtypeStruct] | None = None  # of the newest batch
 
     def __post_init__(self):
-        self.watch = environment.RecompileWatch(
-            self.program.train_step, "training step", self.task.batch_shapes
-        )
         self.guard = LossGuard(self.config.train.spike)
 
     def restore_or_start(self) -> None:
@@ -403,12 +439,16 @@ class _Run:
         if restored:
             self.state, position = restored
             self.step = int(self.state.step)
+            last = len(self.segments) - 1
+            numbers = (i for i, segment in enumerate(self.segments) if self.step < segment.end)
+            self._enter(next(numbers, last))
             self.cut_interval = position.pop(metrics_writer.INTERVAL_KEY, None)
             self.guard.restore(position)
             if position:  # absent from imported checkpoints: start at the first row
                 self.batches.set_state(position)
             logging.info("Resuming from the checkpoint of step %d.", self.step)
             return
+        self._enter(0)
         logging.info(
             "Starting from %s: %s parameters.",
             "given weights" if self.initial_params else "scratch",
@@ -417,9 +457,48 @@ class _Run:
         with interrupts.nothing_to_save(), environment.compiling("Initializing the parameters"):
             if self.initial_params:
                 self.state = self.program.start(self.initial_params())
+                if self.initial_opt_state:
+                    moments = self.initial_opt_state(self.program.abstract.opt_state)
+                    self.state = dataclasses.replace(self.state, opt_state=moments)
             else:
                 key = jax.random.key(self.config.seed)
                 self.state = self.program.init(train_step.fold_in_name(key, "init"))
+
+    @property
+    def segment(self) -> Segment:
+        return self.segments[self.number]
+
+    @property
+    def task(self) -> Task:
+        return self.segment.task
+
+    @property
+    def program(self) -> Program:
+        return self.programs[id(self.task)]
+
+    def _enter(self, number: int) -> None:
+        """Makes segment `number` the current one, at its first batch."""
+        self.close()
+        previous, self.number = self.task, number
+        self.batches = self.segment.batches()
+        if self.watch is None or self.task is not previous:
+            self.watchdog.forget()
+            self.watch = environment.RecompileWatch(
+                self.program.train_step, "training step", self.task.batch_shapes
+            )
+
+    def tell_reporter(self) -> None:
+        """Tells the reporter the task of the current segment and the tokens before it."""
+        begin = tokens = 0
+        for segment in self.segments[: self.number]:
+            tokens += (segment.end - begin) * segment.task.tokens_per_step
+            begin = segment.end
+        self.reporter.begin(self.task, begin, tokens)
+
+    def close(self) -> None:
+        if self.batches:
+            self.batches.close()
+            self.batches = None
 
     def to_the_end(self, stop: signals.StopSignals) -> Result:
         t, c = self.config.train, self.config.checkpoint
@@ -443,11 +522,15 @@ class _Run:
                 last = self.step == t.steps
                 signal_name = stop.requested(self.step)
                 values = None
-                if last or self.step % t.eval_every == 0:
+                ends_segment = self.step == self.segment.end and not last
+                if last or ends_segment or self.step % t.eval_every == 0:
                     self._look_at_pending()
                     values = self._evaluate()
                 self._publish_if_due()  # before saving, so a restart after a kill repeats it
-                due = last or signal_name or self.step % c.every == 0
+                if ends_segment:  # before saving, so the checkpoint has the next data position
+                    self._enter(self.number + 1)
+                    self.tell_reporter()
+                due = last or ends_segment or signal_name or self.step % c.every == 0
                 if due or (values and self.checkpoints.is_best(values)):
                     self._look_at_pending()
                     with self.clock.paused():
@@ -508,10 +591,13 @@ class _Run:
             self.totals = metrics_writer.interval_from_json(self.cut_interval, metrics)
             self.cut_interval = None
         self.totals = _add_metrics(self.totals, metrics) if self.totals else metrics
+        last = self.step == self.config.train.steps
         whole = self.step % self.config.train.log_every == 0
-        ends = whole or self.step == self.config.train.steps
+        whole = whole or (self.step == self.segment.end and not last)
+        ends = whole or last
         before = self.pending
-        self.pending = _Dispatched(self.step, step_metrics, self.totals if ends else None, batch)
+        totals, of_batches = (self.totals, self.batches.metrics()) if ends else (None, {})
+        self.pending = _Dispatched(self.step, step_metrics, totals, batch, of_batches)
         if whole:  # a partial interval continues if the run is extended
             self.totals = None
         if before:
@@ -536,7 +622,7 @@ class _Run:
         self.watch.check(done.step)
         values = self.task.summarize(jax.device_get(done.totals))
         # Step metrics describe the last step; the task's metrics are means over the interval.
-        self.train_values = step_metrics | values
+        self.train_values = step_metrics | values | done.of_batches
         self.reporter.train(done.step, self.train_values, self.clock.lap(done.step))
         if self.config.train.warn_health:
             self.reporter.warn_health(done.step, self.train_values)
@@ -569,7 +655,7 @@ class _Run:
                 self.task,
                 self.program.eval_step,
                 self.state.params,
-                map(self._put_heldout, self.evaluation()),
+                {n: map(self._put_heldout, each) for n, each in self.segment.evaluation().items()},
                 seed=self.config.seed,
                 opt_state=self.state.opt_state,
             )
@@ -582,7 +668,7 @@ class _Run:
 
     def find_memory(self) -> dict[str, int]:
         """Returns cause -> bytes per device of a training step."""
-        accumulation = self.config.train.accumulation
+        accumulation = self.config.spec.accumulation(self.config)
         return memory.find_causes(self.task, self.program, self.shapes, accumulation)
 
     def _check_best_metric(self) -> None:

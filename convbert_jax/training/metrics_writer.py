@@ -310,7 +310,7 @@ class Reporter:
         Raises:
           ReportError: the files cannot be written; also raised by the methods and on exit.
         """
-        self._task = task
+        self.begin(task, 0, 0)
         self._steps = steps
         self._tracker = tracker
         self._workdir = workdir
@@ -343,6 +343,10 @@ class Reporter:
             if kind is None:
                 raise
 
+    def begin(self, task: Task, step: int, tokens: int) -> None:
+        """Reports the steps after `step`, with `tokens` before them, as steps of `task`."""
+        self._task, self._begin, self._tokens = task, step, tokens
+
     def advance(self) -> None:
         """Advances the progress bar by one step."""
         if self._writes:
@@ -360,6 +364,7 @@ class Reporter:
         rates = self._rates(step, seconds_per_step)
         self._write(step, "train", values | rates)
         shown = ["loss", *(n for n in self._task.show if n != "loss"), "learning_rate", "grad_norm"]
+        shown += [name for name in values if name.endswith("/share")]
         parts = [f"step {step:,}/{self._steps:,}", *self._format(values, shown)]
         if seconds_per_step:
             parts.append(f"{rates['tokens_per_second']:,.0f} tokens/s")
@@ -379,6 +384,7 @@ class Reporter:
             return
         self._write(step, "validation", values)
         shown = ["loss", *(name for name in self._task.show if name != "loss")]
+        shown += [name for name in values if name.endswith("/loss")]
         parts = [f"step {step:,} held out", *self._format(values, shown)]
         logging.info("%s", "  ".join(parts))
 
@@ -397,7 +403,7 @@ class Reporter:
 
     def _rates(self, step: int, seconds_per_step: float | None) -> dict[str, float]:
         task = self._task
-        rates = {"tokens": step * task.tokens_per_step}
+        rates = {"tokens": self._tokens + (step - self._begin) * task.tokens_per_step}
         if seconds_per_step:
             rates["seconds_per_step"] = seconds_per_step
             rates["tokens_per_second"] = task.tokens_per_step / seconds_per_step

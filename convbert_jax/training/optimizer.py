@@ -7,6 +7,7 @@ method only, so a resumed run may change the other optimizer fields.
 
 import inspect
 import re
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from convbert_jax.config import OptimizerSection, PluginError, plugins
+from convbert_jax.config import OptimizerSection, PhaseSection, PluginError, plugins
 from convbert_jax.training.partitioning import flatten_params, parameter_path
 
 # The same variables as in the official code: LayerNorm, layer_norm or bias in their name.
@@ -26,37 +27,42 @@ _EMBEDDING = re.compile(r"(^|/)embedding$")
 _STAGE = re.compile(r"encoder/stages/(\d+)/")
 
 
-def make_optimizer(section: OptimizerSection, steps: int) -> optax.GradientTransformation:
+def make_optimizer(
+    section: OptimizerSection, steps: int, phases: Sequence[PhaseSection] = ()
+) -> optax.GradientTransformation:
     """Makes the complete update, including the learning rate.
 
     Args:
       steps: length of the run and of the schedule.
+      phases: see `make_schedule`.
 
     Raises:
       PluginError: as `check_method`.
     """
+    schedule = make_schedule(section, steps, phases)
     if ":" in section.method:
-        return optax.chain(_clip(section), _make_plugin(section, make_schedule(section, steps)))
-    return optax.chain(
-        *_direction(section), optax.scale_by_learning_rate(make_schedule(section, steps))
-    )
+        return optax.chain(_clip(section), _make_plugin(section, schedule))
+    return optax.chain(*_direction(section), optax.scale_by_learning_rate(schedule))
 
 
 def make_injected_lr_optimizer(
-    section: OptimizerSection, layer_decay: float
+    section: OptimizerSection, layer_decay: float, depths: Sequence[int] = ()
 ) -> optax.GradientTransformationExtraArgs:
     """Makes the complete update for runs that share a program.
 
     The learning rate is the extra argument `learning_rate` of `update`; `layer_multipliers` scale
     it by depth.
+
+    Args:
+      depths: see `layer_multipliers`.
     """
     if ":" in section.method:
-        return _make_injected_lr_plugin(section, layer_decay)
+        return _make_injected_lr_plugin(section, layer_decay, depths)
     direction = optax.chain(*_direction(section))
 
     def update(gradients, state, params, *, learning_rate, **_):
         updates, state = direction.update(gradients, state, params)
-        rates = layer_multipliers(params, layer_decay)
+        rates = layer_multipliers(params, layer_decay, depths)
         return jax.tree.map(lambda u, rate: -learning_rate * rate * u, updates, rates), state
 
     return optax.GradientTransformationExtraArgs(direction.init, update)
@@ -122,7 +128,7 @@ def _make_plugin(
 
 
 def _make_injected_lr_plugin(
-    section: OptimizerSection, layer_decay: float
+    section: OptimizerSection, layer_decay: float, depths: Sequence[int]
 ) -> optax.GradientTransformationExtraArgs:
     """Constructs the plug-in optimizer in each trace, with the step's traced learning rate."""
 
@@ -131,7 +137,7 @@ def _make_injected_lr_plugin(
 
     def update(gradients, state, params, *, learning_rate, **_):
         updates, state = make(learning_rate).update(gradients, state, params)
-        rates = layer_multipliers(params, layer_decay)
+        rates = layer_multipliers(params, layer_decay, depths)
         return jax.tree.map(lambda u, rate: rate * u, updates, rates), state
 
     return optax.GradientTransformationExtraArgs(make(0.0).init, update)
@@ -159,7 +165,7 @@ def _direction(section: OptimizerSection) -> list[optax.GradientTransformation]:
     ]
 
 
-def layer_multipliers(params, decay: float):
+def layer_multipliers(params, decay: float, depths: Sequence[int] = ()):
     """Computes each parameter's learning rate relative to the head's, by depth.
 
     The multiplier is decay^(n + 2 - depth) for an encoder of n layers: depth 0 for the embeddings
@@ -169,12 +175,13 @@ def layer_multipliers(params, decay: float):
     Args:
       params: tree with `embeddings/`, `encoder/` and `head/`; stages have layers along axis 0.
       decay: ratio between adjacent layers.
+      depths: number of layers of each stage, needed if `params` lack a stage, as with LoRA.
 
     Returns:
       A tree like `params` of float32 scalars; for stages, arrays that broadcast to the parameter.
     """
     shapes = flatten_params(params)
-    stages = {}
+    stages = dict(enumerate(depths))
     for path, leaf in shapes.items():
         match = _STAGE.match(path)
         if match:
@@ -196,7 +203,11 @@ def layer_multipliers(params, decay: float):
 
 
 def make_schedule(
-    section: OptimizerSection, steps: int, *, warmup_steps: float | None = None
+    section: OptimizerSection,
+    steps: int,
+    phases: Sequence[PhaseSection] = (),
+    *,
+    warmup_steps: float | None = None,
 ) -> optax.Schedule:
     """Makes the learning-rate schedule: linear warmup from 0, times one of these factors.
 
@@ -207,8 +218,12 @@ def make_schedule(
       peak = 1 / sqrt(hidden_size * warmup_steps)).
     - "constant": 1.
 
+    With phases, the factor is that of the phase: constant, or from the phase's learning rate to
+    `decay_to` at its end, linear or by 1 - sqrt(progress) (Hägele et al. 2024, §3).
+
     Args:
       steps: length of the run.
+      phases: phases with lengths in steps; they replace `section.schedule`.
       warmup_steps: overrides the section's; can be fractional, as in the official fine-tuning.
     """
     warmup = section.warmup_steps if warmup_steps is None else warmup_steps
@@ -216,7 +231,9 @@ def make_schedule(
 
     def schedule(step):
         step = jnp.asarray(step, jnp.float32)
-        if section.schedule == "inverse_sqrt":
+        if phases:
+            decayed = _factor_of_phases(section, phases, step)
+        elif section.schedule == "inverse_sqrt":
             begun = max(warmup, 1.0)  # short fine-tuning has no warmup
             decayed = jnp.sqrt(begun / jnp.maximum(step, begun))
         elif section.schedule == "constant":
@@ -229,6 +246,34 @@ def make_schedule(
         return section.learning_rate * decayed * jnp.minimum(1.0, step / warmup if warmup else 1.0)
 
     return schedule
+
+
+def restart_schedule(opt_state: optax.OptState) -> optax.OptState:
+    """Sets the step of the learning-rate schedule in an optimizer state to 0."""
+
+    def restart(state):
+        if not isinstance(state, optax.ScaleByScheduleState):
+            return state
+        zero = jax.device_put(np.zeros_like(state.count), state.count.sharding)
+        return state._replace(count=zero)
+
+    is_schedule = lambda state: isinstance(state, optax.ScaleByScheduleState)  # noqa: E731
+    return jax.tree.map(restart, opt_state, is_leaf=is_schedule)
+
+
+def _factor_of_phases(
+    section: OptimizerSection, phases: Sequence[PhaseSection], step: jax.Array
+) -> jax.Array:
+    factor, end = jnp.ones(()), 0
+    for phase in phases:
+        begin, end = end, end + phase.length
+        peak = (phase.learning_rate or section.learning_rate) / section.learning_rate
+        progress = jnp.clip((step - begin) / phase.length, 0.0, 1.0)
+        left = {"constant": 1.0, "linear": 1.0 - progress, "1-sqrt": 1.0 - jnp.sqrt(progress)}
+        value = section.decay_to + (peak - section.decay_to) * left[phase.schedule]
+        value = peak if phase.schedule == "constant" else value
+        factor = jnp.where(step >= begin, value, factor)
+    return factor
 
 
 def scale_by_adafactor() -> optax.GradientTransformation:
@@ -275,7 +320,7 @@ def decay_mask(params, decay_embeddings: bool):
 
 
 # Matrices between hidden states; leading axes are layers and groups.
-_MATRIX = re.compile(r"(^|/)stages/.*/(kernel|pointwise|conv_kernel)$")
+MATRIX = re.compile(r"(^|/)stages/.*/(kernel|pointwise|conv_kernel)$")
 
 _MUON_UPDATE_RMS = 0.2  # typical RMS of Adam's updates, which Muon's are scaled to
 
@@ -299,7 +344,7 @@ def scale_by_muon(adam: optax.GradientTransformation) -> optax.GradientTransform
 def muon_mask(params):
     """Returns a mask tree: True for parameters that Muon updates."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: bool(_MATRIX.search(parameter_path(path))), params
+        lambda path, leaf: bool(MATRIX.search(parameter_path(path))), params
     )
 
 

@@ -176,6 +176,10 @@ class Watchdog:
         self._compiled.add(_shapes_of(batch))
         return outputs
 
+    def forget(self) -> None:
+        """Prepares for another program: its first call compiles."""
+        self._compiled.clear()
+
     def compiles(self, batch: Any) -> bool:
         """Returns whether the next `call` with this batch is the first one of its shapes."""
         return _shapes_of(batch) not in self._compiled

@@ -291,6 +291,7 @@ class Program:
         *,
         runs: int | None = None,
         extra_shardings: Sequence[Any] | None = None,
+        eval_sharding: Any = None,
     ):
         """Traces `task.init`; compiles nothing.
 
@@ -298,6 +299,7 @@ class Program:
           runs: number of runs to train together: `init` takes a key and `start` parameters of each.
             None: one run, without the axis of runs.
           extra_shardings: sharding of each of the `extra_args` of a step. None: replicated.
+          eval_sharding: sharding of the third argument of `eval_step`. None: replicated.
 
         Raises:
           ShardingError: mesh and parameters do not fit together.
@@ -340,7 +342,7 @@ class Program:
         )
         self.eval_step = jax.jit(
             evaluate,
-            in_shardings=(self.shardings.params, self.eval_rows, whole),
+            in_shardings=(self.shardings.params, self.eval_rows, eval_sharding or whole),
             out_shardings=whole,
         )
 
@@ -407,17 +409,17 @@ def _add_runs(shapes: TrainState, shardings: TrainState, runs: int):
 
 def _make_step_config(task: Task, config: Config) -> TrainStepConfig:
     section, steps = config.optimizer, config.train.steps
-    schedule = optimizer.make_schedule(section, steps)
+    schedule = optimizer.make_schedule(section, steps, config.phases)
 
     def draw(step, *frozen):
         key = step_key(config.seed, step, "loss")
         return StepInputs(key, schedule(step), (*task.phase(step), *frozen))
 
     return TrainStepConfig(
-        optimizer=optimizer.make_optimizer(section, steps),
+        optimizer=optimizer.make_optimizer(section, steps, config.phases),
         draw=draw,
         extra_axes=() if task.frozen is None else (None,),
-        accumulation=config.train.accumulation,
+        accumulation=config.spec.accumulation(config),
         replicas=section.release_replicas,
         clip_norm=section.clip_norm,
     )

@@ -114,6 +114,42 @@ def test_objectives_and_generators():
     assert masked == pytest.approx(uniform - 2 * 256 * 257 + HEAD)
 
 
+def test_local_attention_shared_keys_and_gates_by_hand():
+    """Four layers of 64 channels, of which the first and third are global."""
+    fields = {"mixer": "attention", "key_value_heads": 1, "activation": "geglu"}
+    fields |= {"window": 8, "global_every": 2, "layers": 4}
+    config = sized(hidden=64, embedding=64, heads=4, ffn=96, length=256, **fields)
+    projections = 2 * 64 * (64 + 2 * 16 + 64)  # query, key and value of one head, output
+    feed_forward = 3 * 2 * 64 * 96
+    keys = 2 * 256 + 2 * (2 * 8 + 1)
+    wanted = 4 * (projections + feed_forward) + 2 * 2 * 64 * keys
+    assert flops._encoder(config.encoder, 256, paper=False) == wanted
+
+
+def test_elementwise_operations_of_the_mixed_block_by_hand():
+    """One attention and one convolution head of 16 channels, three taps, 32 channels in all."""
+    model = ModelSection(layers=1, hidden_size=32, embedding_size=32, heads=2, kernel_size=3)
+    mixer = dataclasses.replace(Config(), model=model).encoder.stages[0].layer.mixer
+    scores = (1 + 5 + 4) * 64  # scale, softmax and dropout of 64 keys
+    biases = 3 * 16  # query, key and value
+    filters = (1 + 5) * 3  # bias and softmax of three taps
+    convolution = (2 * 3 + 1) * 16  # taps, and the bias of its value
+    span = 2 * 3 * 32 + 2 * 16  # depthwise, then bias and product with the query
+    assert mixer.elementwise(32, 64) == scores + biases + filters + convolution + span
+
+
+def test_canon_layers_have_only_elementwise_operations():
+    fields = {"mixer": "attention", "key_value_heads": 1, "activation": "geglu"}
+    plain, canon = (
+        sized(hidden=64, embedding=64, heads=4, ffn=96, length=256, **fields, canon=canon).encoder
+        for canon in ("", "ABCD")
+    )
+    channels = 64 + (64 + 2 * 16) + 64 + 2 * 96
+    added = flops._encoder(canon, 256, paper=True) - flops._encoder(plain, 256, paper=True)
+    assert added == canon.depth * (2 * 4 + 1) * channels
+    assert flops._encoder(canon, 256, paper=False) == flops._encoder(plain, 256, paper=False)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_is_what_xla_counts(kind):
     config = sized(hidden=128, embedding=128, heads=4, ffn=256, **KINDS[kind]).encoder

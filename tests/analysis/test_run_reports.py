@@ -34,7 +34,10 @@ from convbert_jax.workdir import Workdir
 
 def describe(config, **changes) -> str:
     config = convbert_jax.load_config(config, **changes)
-    return overview.describe(config, abstract_params(config))
+    params = abstract_params(config)
+    if config.spec.data == "task":
+        return overview.describe_tasks(config, {n: p for n, p in params.items() if n != "head"})
+    return overview.describe_run(config, params)
 
 
 def numbers(text: str, line: str) -> list[float]:
@@ -58,7 +61,7 @@ def test_the_overview_of_a_config():
 
 def test_the_overview_shows_all_fields_but_those_left_out():
     config = convbert_jax.load_config("tiny", **{"train.batch_size": 48})
-    text = overview.describe(config, abstract_params(config), ["finetune", "model.remat"])
+    text = overview.describe_run(config, abstract_params(config), ["finetune", "model.remat"])
     lines = dict(line.split(": ", 1) for line in text.split("\n\n")[0].splitlines())
     assert "finetune" not in lines
     assert "remat=" not in lines["model"]
@@ -93,13 +96,13 @@ def test_the_overview_of_other_recipes(name):
     config = convbert_jax.load_config(name)
     fields, _, text = describe(name).partition("\n\n")
     assert config.recipe in fields
-    assert bool(re.search(r"^  decoder", text, re.M)) == config.writes_text
-    assert ("config.parallel.source" in text) == config.reads_pairs
-    assert bool(re.search(r"at most \S+ \w tokens$", text, re.M)) == config.reads_pairs
+    assert bool(re.search(r"^  decoder", text, re.M)) == config.spec.generates
+    of_pairs = config.spec.data == "parallel"
+    assert ("config.parallel.source" in text) == of_pairs
+    assert bool(re.search(r"at most \S+ \w tokens$", text, re.M)) == of_pairs
     if name == "glue:cola":
         assert re.search(r"tasks +cola", text)
         assert numbers(text, "runs per task") == [1, 1, 5]
-        assert not re.search(r"^  head", text, re.MULTILINE)
 
 
 USUAL = {
@@ -158,17 +161,20 @@ def marked(*row) -> list[str]:
 
 
 def test_held_out_text_is_shown_with_replacements_and_predictions():
+    def split(text):
+        return [(not piece.startswith("+"), piece.removeprefix("+")) for piece in text.split()]
+
     lines = marked(
-        ["the", "blue", "dog", "sat", "##s"],
-        ["the", "black", "cat", "sat", "##s"],
+        split("the blue dog sat +s"),
+        split("the black cat sat +s"),
         [False, True, False, True, False],
     )
     assert lines == ["  the [blue<black]! [dog<cat] sat!s"]
-    pieces = ["[CLS]", "\u2581con", "vert", ".", "[SEP]"]  # SentencePiece pieces
-    assert marked(pieces, pieces, [False] * 5) == ["  [CLS] convert. [SEP]"]
+    pieces = [(True, "[CLS]"), (True, ""), (False, "vert")]
+    assert marked(pieces, pieces, [False] * 3) == ["  [CLS] _vert"]
     subwords = pair_subwords(
-        ["the", "dog", "sat", "##ting", "on", "mats"],
-        ["the", "cat", "sat", "##s", "on", "mats"],
+        split("the dog sat +ting on mats"),
+        split("the cat sat +s on mats"),
         [False, True, True, True, False, False],
     )
     _, line, last = describe_cloze(Cloze(subwords, rows=32, right=1 / 3))

@@ -1,6 +1,7 @@
 """A common interface for tests of both kinds of prepared data: a corpus and pairs."""
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -89,12 +90,11 @@ class PairsKind:
 
     def read(self, prepared, split: str) -> list[tuple]:
         shards = prepared.splits[split]
-        reader = ShardReader(
-            shards.shards, prepared.id_dtype, records_to_pairs, returned=np.dtype(object)
-        )
+        to_pairs = functools.partial(records_to_pairs, form=prepared.form)
+        reader = ShardReader(shards.shards, prepared.id_dtype, to_pairs, returned=np.dtype(object))
         rows = reader.read(np.arange(shards.rows))
         reader.close()
-        return [(tuple(map(int, row.source)), tuple(map(int, row.target))) for row in rows]
+        return [tuple(tuple(map(int, ids)) for ids in row.ids) for row in rows]
 
     def letters(self, prepared) -> Counter:
         found = Counter()

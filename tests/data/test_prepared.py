@@ -77,19 +77,20 @@ def test_all_text_is_there(kind, store):
     assert whole["complete"]
     if kind.name == "corpus":
         assert (prepared.length, prepared.layout) == (64, "packed")
-        assert train.documents + validation.documents == len(kind.texts)
-        assert 10 <= validation.documents <= 55  # 10% of 300
-        assert train.tokens == sum(map(len, kind.read(prepared, "train")))
-        assert train.tokens / (train.rows * 64) > 0.85  # short rows, documents and units
+        assert train.counts["documents"] + validation.counts["documents"] == len(kind.texts)
+        assert 10 <= validation.counts["documents"] <= 55  # 10% of 300
+        assert train.counts["tokens"] == sum(map(len, kind.read(prepared, "train")))
+        assert train.counts["tokens"] / (train.rows * 64) > 0.85  # short rows, documents and units
         assert whole["bytes"] == sum(len(text.encode()) for text in kind.texts)
-        assert whole["unknown_rate"] < 0.01
+        assert whole["unknown"] / whole["characters"] < 0.01
     else:
         assert train.rows + validation.rows == whole["pairs"] == len(kind.texts)
         assert 10 <= validation.rows <= 70
         for name, split in prepared.splits.items():
             sizes = [[len(side) + 1 for side in row] for row in kind.read(prepared, name)]
             assert split.lengths.tolist() == sizes
-            assert split.tokens == tuple(split.lengths.sum(axis=0))
+            tokens = [split.counts[f"{side}_tokens"] for side in ("source", "target")]
+            assert tokens == split.lengths.sum(axis=0).tolist()
 
 
 # --- Resuming ---
@@ -402,7 +403,7 @@ def test_text_that_is_trained_on_is_not_held_out(kind, tmp_path):
     )
     prepared = kind.prepare(right, tmp_path / "prepared")
     held = prepared.splits["validation"]
-    assert (held.documents if kind.name == "corpus" else held.rows) == 7
+    assert (held.counts["documents"] if kind.name == "corpus" else held.rows) == 7
     nothing = changed(config, kind.heldout_field, 1e-12)
     if kind.name == "pairs":
         with refused(DataError, field=f"config.{kind.heldout_field}", value=1e-12):

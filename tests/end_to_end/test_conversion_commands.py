@@ -21,7 +21,9 @@ __all__ = ["text_source"]  # fixture
             "--workdir=/nowhere",
             marks=pytest.mark.slow,
         ),
-        (("--mode=export", "--workdir=x", "--format=onnx"), "format"),
+        (("--mode=export", "--workdir=x", "--format=keras"), "format"),
+        (("--mode=export", "--workdir=x", "--quantize=int8"), "--format=onnx"),
+        (("--mode=train", TINY, "--push_to_hub=me/mine"), "--push_to_hub"),
         (("--mode=import", TINY, "--source=/nowhere", "--workdir=y"), "/nowhere"),
     ],
 )

@@ -16,6 +16,7 @@ from convbert_jax.interfaces import SpecialIds
 from convbert_jax.recipes import planning
 from convbert_jax.training import memory, partitioning
 from convbert_jax.training.train_step import make_program
+from tests.batches import metrics_of
 from tests.models.mean_mixer import NAME
 
 SPECIAL = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
@@ -139,7 +140,7 @@ def test_sums_of_a_batch_are_summarized():
     losses = task.summarize(metrics)
     total = losses["mlm_loss"] + 50 * losses["discriminator_loss"]
     assert vitals.loss == pytest.approx(total, rel=1e-5)
-    for values in (losses, task.evaluator.over([held_out])):
+    for values in (losses, metrics_of(task.evaluator, [held_out])):
         assert set(task.show) <= set(values)
         assert 0.3 < values["discriminator_auc"] < 0.8
         assert values["replaced_rate"] == pytest.approx(
@@ -154,7 +155,7 @@ def test_release_auc_counts_padding_as_found():
     task = recipes.build_task(config, SPECIAL, jax.devices()[0])
     params = task.init(jax.random.key(0))
     held_out = jax.jit(task.evaluate)(params, batch_of(config), jax.random.key(1))
-    values = task.evaluator.over([jax.device_get(held_out)])
+    values = metrics_of(task.evaluator, [jax.device_get(held_out)])
     scores = jax.device_get(held_out["discriminator_auc"])
     fake, real = scores.positive.ravel(), scores.counted.ravel()
     probabilities = jax.nn.sigmoid(scores.values.ravel())

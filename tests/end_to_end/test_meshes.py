@@ -161,7 +161,7 @@ def make_pretraining(config: Config, mesh: Mesh) -> Case:
         batch["type_ids"] = np.where(batch["segment_ids"] == 2, 1, 0).astype(np.int32)
         batch["segment_ids"] = np.minimum(batch["segment_ids"], 1)
         batch["pair_label"] = np.asarray([0, 1] * (ROWS // 2), np.int32)
-    if config.reads_pairs:
+    if config.spec.data == "parallel":
         del batch["type_ids"]
         batch["segment_ids"] = np.minimum(batch["segment_ids"], 1)
         batch["source"], batch["source_ids"] = batch["tokens"][::-1], batch["segment_ids"][::-1]

@@ -101,7 +101,7 @@ def test_the_longest_rows_of_attention_compile(chip, width, dtype):
 
     def run(ids, seed, *arrays):
         drop = Dropout(0.1, jax.random.wrap_key_data(seed))
-        return pallas_tpu(*arrays, ids, ids, True, drop=drop)
+        return pallas_tpu(*arrays, ids, ids, True, 0, drop=drop)
 
     seed = jax.ShapeDtypeStruct((2,), jnp.uint32)
     assert count_kernels(compile_both(run, arrays, ids, seed, chip=chip)) == 2
@@ -127,7 +127,7 @@ def test_attention_by_auto(length, rate, taken):
 def test_seeds_as_an_axis_compile():
     def run(ids, seed, *arrays):
         drop = Dropout(0.1, jax.random.wrap_key_data(seed))
-        return pallas_tpu(*arrays, ids, ids, False, drop=drop)
+        return pallas_tpu(*arrays, ids, ids, False, 0, drop=drop)
 
     arrays = [jax.ShapeDtypeStruct((3, 4, 128, 2, 64), BF16)] * 3
     ids = jax.ShapeDtypeStruct((3, 4, 128), jnp.int32)
@@ -213,8 +213,11 @@ def test_step_compiles_for_two_slices(topology):
 @pytest.mark.parametrize(("mixer", "kernels"), [("attention", 0), ("mixed", 2), ("light", 1)])
 def test_a_language_model_goes_on_from_prompts(mixer, kernels):
     """The prompt is read in one pass, with convolution kernels if any; then beam search."""
-    model = ModelSection(layers=2, hidden_size=128, embedding_size=128, heads=2, mixer=mixer)
-    config = derive_language_model(model, SequenceSection(norm="pre"), 1_000)
+    model = ModelSection(
+        layers=2, hidden_size=128, embedding_size=128, heads=2, mixer=mixer, activation="relu",
+        norm="pre", position_embedding="sinusoidal",
+    )  # fmt: skip
+    config = derive_language_model(model, SequenceSection(), 1_000)
     devices = make_devices("v5e:2x2")[:1]
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     place = jax.NamedSharding(mesh, jax.P())

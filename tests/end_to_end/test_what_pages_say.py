@@ -5,6 +5,7 @@ Files have the names used in the pages. NOT_HERE lists the commands that are not
 
 import contextlib
 import gzip
+import json
 import os
 import pathlib
 import random
@@ -17,7 +18,7 @@ from absl.testing import flagsaver
 
 from convbert_jax import command_line, console, main
 from tests.end_to_end.test_command_line import text_source
-from tests.test_pages import PAGES, commands
+from tests.test_pages import PAGES, commands, python_files
 
 __all__ = ["text_source"]  # fixture
 pytestmark = pytest.mark.slow
@@ -28,17 +29,29 @@ NOT_HERE = {
     r"--topology=v": "minutes of the TPU compiler: test_tpu_compile.py",
     r"--multihost": "several hosts: tests/launch/test_local_cluster.py",
     r"DataflowRunner|DirectRunner": "Apache Beam, in an environment of its own: tests/data/units/",
-    r"model\.ckpt|joined-dict|runs/(wmt|conv|topics --input)": "weights of others: tests/interop/",
+    r"model\.ckpt|joined-dict|lfm2": "foreign weights: tests/interop/",
+    r"runs/(wmt|yitu|conv|topics --input)": "foreign weights: tests/interop/",
     r"glue\.py|squad|runs/glue": "data sets: test_finetuning_commands.py, tests/parity/",
     r"launch/sweep\.py(?!.*--plan)": "tables of many runs: tests/sweeps/",
     r"launch/(quickstart|test|local_cluster)\.sh": "minutes: tests/launch/",
     r"verify_resume": "test_command_line.py",
-    r"convbert_jax\.demo": "it serves until it is stopped: tests/demo/",
+    r"train\.tracker": "packages of trackers: tests/training/test_trackers.py",
+    r"convbert_jax\.serve": "it serves until it is stopped: tests/serve/",
     r"launch/docs\.py|launch/sweep\.py": "tests/test_pages.py, tests/sweeps/",
     r"benchmarks": "figures: tests/benchmarks/",
 }
-ORDER = ("pretraining", "distillation", "inside", "mixers", "finetuning", "README", "weights",
-         "sequences", "accelerators", "faq")  # fmt: skip
+ORDER = (
+    "own_text", "languages", "tokenizer", "modern_encoder", "prepare_data", "beam", "buckets",
+    "choose_a_model", "disk_space", "trackers", "continue_training", "budget", "domain_adaptation",
+    "phases",
+    "glue", "squad", "own_task", "named_entities", "predict", "finetuning_scores",
+    "exact_resume", "distill", "look_inside",
+    "mixers", "README", "import_weights", "import_fairseq", "export_weights", "translation",
+    "own_pairs", "embeddings", "text_generation", "score_texts", "pretrain_seq2seq",
+    "language_model",
+    "own_mixer", "own_optimizer", "check_machine", "plan", "several_devices", "cloud", "gpu",
+    "tpu", "out_of_memory", "faq", "file_formats", "corpus_to_classifier",
+)  # fmt: skip
 MODEL = (
     "model.layers=1", "model.hidden_size=32", "model.embedding_size=32", "model.heads=2",
     "model.ffn_size=64",
@@ -50,6 +63,16 @@ SHORT = (
 )  # fmt: skip
 TEXT = ("data.length=32", "data.workers=1", "data.heldout_fraction=0.1", "train.batch_size=8")
 WRITING = ("parallel.shapes=1", "parallel.max_length=32", "decoding.average=1")
+GENERATIVE_RUNS = {  # read by --mode=predict and eval
+    "runs/en-de": (
+        "--config=configs/translation.py:tiny,dynamic",
+        "--config.parallel.source=parallel:train.en,train.de",
+    ),
+    "runs/lm": (
+        "--config=configs/language_model.py:tiny,light",
+        "--config.data.source=text:corpus/a.txt",
+    ),
+}
 FINETUNING = (
     "finetune.epochs=1", "finetune.seeds=1", "finetune.buckets=", "finetune.length=16",
     "finetune.learning_rates=1e-3", "train.compile_cache=",
@@ -64,7 +87,10 @@ def in_small(words: list[str]) -> list[str]:
     if "configs/text.py" in line:
         return [*words, *(f"--config.{field}" for field in FINETUNING)]
     fields = [*SHORT]
-    writes = re.search("translation|span_corruption|text_to_text|language_model", line)
+    writes = re.search(
+        "translation|summarization|span_corruption|text_to_text|language_model|configs/embedding",
+        line,
+    )
     if "init_from" not in line:
         # The page prints or counts the layers.
         fields += [f for f in MODEL if "layers" not in f or "layers" not in line]
@@ -72,6 +98,8 @@ def in_small(words: list[str]) -> list[str]:
         fields += ["tokenizer.vocab_size=300", "sequence.decoder_layers=1"] if writes else []
     if "parallel.source" not in line:
         fields += TEXT
+    if "--config=tiny" in line and "data.source" not in line:  # docstrings take a minute
+        fields.append("data.source=text:corpus/a.txt")
     if writes:
         fields += WRITING
         fields += ["decoding.beam=2"] if "text_to_text" not in line else []  # which is greedy
@@ -95,10 +123,14 @@ def home(tmp_path_factory, text_source):
     (folder / "corpus").mkdir()
     paragraphs = "\n\n".join(f"{line(40)} {line(30)}" for _ in range(300))
     (folder / "corpus" / "a.txt").write_text(paragraphs)
+    (folder / "wiki").mkdir()
+    (folder / "wiki" / "a.txt").write_text("\n\n".join(line(50) for _ in range(100)))
     (folder / "corpus" / "a.txt.gz").write_bytes(gzip.compress(paragraphs.encode()))
     for name, rows in (("train", 120), ("val", 12), ("test", 12)):
         for language in ("en", "de"):
             write(f"{name}.{language}", [line(6) for _ in range(rows)])
+        pairs = [{"document": line(12), "summary": line(4)} for _ in range(rows)]
+        write(f"{name}.jsonl", map(json.dumps, pairs))
         labelled = [f"{line(2)},{line(6)},{'new' if n % 2 else 'old'}" for n in range(rows)]
         write(f"{name}.csv", ["title,body,topic", *labelled])
         pairs = [f"{line(6)}\t{'new' if n % 2 else 'old'}" for n in range(rows)]
@@ -106,6 +138,11 @@ def home(tmp_path_factory, text_source):
     for name, rows in (("train", 120), ("dev", 12), ("test", 12)):
         sentences = ["the O\nbank B-LOC\n" if n % 2 else "a O\nnew B-ORG\n" for n in range(rows)]
         write(f"{name}.conll", sentences)
+    (folder / "corpus.txt").write_text(paragraphs)
+    for name, rows in (("authors-train", 120), ("authors-test", 12)):
+        passages = [f"{line(8)},{'May' if n % 2 else 'Raabe'}" for n in range(rows)]
+        write(f"{name}.csv", ["text,author", *passages])
+    write("pairs.csv", ["question,answer", *(f"{line(4)},{line(6)}" for _ in range(120))])
     write("new.conll", ["the", "bank"])
     write("new.csv", ["title,body", *(f"{line(2)},{line(5)}" for _ in range(4))])
     write("texts.txt", [f"the {line(8)}" for _ in range(6)])
@@ -135,7 +172,10 @@ def start(words: list[str]) -> None:
 def test_the_commands_of_a_page_run(page, home, monkeypatch):
     monkeypatch.chdir(home)
     monkeypatch.setattr(console, "set_up_logging", lambda: None)  # would affect other tests
+    monkeypatch.syspath_prepend(home)
     (file,) = (path for path in PAGES if path.stem == page)
+    for name, code in python_files(file).items():
+        (home / name).write_text(code)
     for words in commands(file):
         line = " ".join(words)
         if any(re.search(pattern, line) for pattern in NOT_HERE):
@@ -166,6 +206,9 @@ def make_what_it_reads(words: list[str]) -> None:
             run += ["--config.data.directory=shards"]
             run += [word for word in words if word.startswith("--config.recipe=")]  # of a teacher
             start(in_small(run))
+    folder = flag(words, "workdir")
+    if flag(words, "mode") and folder in GENERATIVE_RUNS and not pathlib.Path(folder).exists():
+        start(in_small([*GENERATIVE_RUNS[folder], f"--workdir={folder}"]))
 
 
 def test_every_page_is_covered():

@@ -112,13 +112,24 @@ def spans_by_regex(tags):
 
 @given(st.lists(st.sampled_from(TAGS), max_size=12))
 def test_spans_are_those_of_a_regular_expression(tags):
-    assert scoring.find_spans(tags) == spans_by_regex(tags)
+    assert {*scoring.find_spans(tags)} == spans_by_regex(tags)
 
 
 def test_spans_of_all_short_sequences():
     for length in range(5):
         for tags in itertools.product(TAGS, repeat=length):
-            assert scoring.find_spans(tags) == spans_by_regex(tags)
+            assert {*scoring.find_spans(tags)} == spans_by_regex(tags)
+
+
+def test_spans_of_other_schemes():
+    """As conlleval finds them."""
+    iob1 = ["I-A", "I-A", "B-A", "I-C", "O", "I-C"]
+    assert scoring.find_spans(iob1) == [("A", 0, 2), ("A", 2, 3), ("C", 3, 4), ("C", 5, 6)]
+    assert scoring.find_spans(["A", "A", None, "C-D"]) == [("A", 0, 2), ("C-D", 3, 4)]
+    iobes = ["B-A", "I-A", "E-A", "S-A", "S-A", "B-C", "E-C", "E-C", "I-C", "S-C"]
+    assert scoring.find_spans(iobes) == [
+        ("A", 0, 3), ("A", 3, 4), ("A", 4, 5), ("C", 5, 7), ("C", 7, 8), ("C", 8, 9), ("C", 9, 10),
+    ]  # fmt: skip
 
 
 def test_span_f1_counts_whole_spans_over_all_sentences():

@@ -18,6 +18,7 @@ from flax import nnx
 
 import convbert_jax
 from convbert_jax.config import UserError
+from convbert_jax.inference.model import ModelError
 from convbert_jax.inference.network import POOLINGS
 from convbert_jax.inference.texts import encode_masked as encode_masked
 from convbert_jax.interop import conversion, sources
@@ -39,6 +40,11 @@ KINDS = {
     "masked words": {"mixer": "attention", "recipe": "masked_lm"},
     # a TensorFlow checkpoint with attention only does not store its number of heads
     "wordpiece": {"tokenizer": {"kind": "wordpiece"}},
+    "byte-level": {
+        "mixer": "attention",
+        "recipe": "masked_lm",
+        "tokenizer": {"kind": "bpe", "vocab_size": 270},
+    },
 }
 
 
@@ -267,7 +273,7 @@ def test_what_stands_after_a_hole_is_no_begin_of_a_text(opened):
 # --- Other formats ---
 
 
-@pytest.mark.parametrize("kind", ["separate", "masked words", "reads padding"])
+@pytest.mark.parametrize("kind", ["separate", "masked words", "byte-level", "reads padding"])
 def test_an_exported_folder_is_the_same_model(opened, kind, tmp_path):
     model, folder = opened(kind)
     conversion.export(folder, output=tmp_path / "hf")
@@ -277,7 +283,7 @@ def test_an_exported_folder_is_the_same_model(opened, kind, tmp_path):
     np.testing.assert_allclose(theirs.encode(texts), model.encode(texts), atol=2e-5)
     ours, found = (m.fill_mask("the [MASK]", top_k=3) for m in (model, theirs))
     assert [f["token"] for f in ours] == [f["token"] for f in found]
-    if kind != "masked words":
+    if kind not in ("masked words", "byte-level"):
         pairs = zip(model.replaced("the a"), theirs.replaced("the a"), strict=True)
         assert all(a["probability"] == pytest.approx(b["probability"], abs=1e-5) for a, b in pairs)
 
@@ -450,3 +456,55 @@ def test_paths_that_hold_no_model(opened, models, tmp_path):
         convbert_jax.load(folder, vocabulary="vocab.txt")
     with refused(UserError, field="dtype", value="float16"):
         convbert_jax.load(folder, dtype="float16")
+
+
+def test_entities_have_the_places_of_their_words(models, monkeypatch):
+    model = convbert_jax.load(str(models["tags"]))
+    tags = {"Ada": "B-X", "Lovelace": "I-X", "Paris": "B-Y", "!": "I-Y"}
+
+    def predict(rows):
+        return [
+            {
+                "prediction": [tags.get(word, "O") for word in words],
+                "probabilities": [1 / (place + 2) for place, _ in enumerate(words)],
+            }
+            for words in rows
+        ]
+
+    monkeypatch.setattr(model, "predict", predict)
+    text = " Ada  Lovelace, in Paris!"
+    first, second = model.entities(text)
+    assert first == {
+        "text": "Ada  Lovelace", "label": "X", "start": 1, "end": 14, "probability": 1 / 3
+    }  # fmt: skip
+    assert (second["text"], second["probability"]) == ("Paris!", 1 / 7)
+    assert all(text[e["start"] : e["end"]] == e["text"] for e in (first, second))
+    assert model.entities(["", text, "no"]) == [[], [first, second], []]
+
+
+def test_entities_of_a_model(models):
+    model = convbert_jax.load(str(models["tags"]))
+    text = "the sun, a moon under the tree. " * 9  # longer than a row
+    for entity in model.entities(text):
+        assert text[entity["start"] : entity["end"]] == entity["text"]
+    assert max(entity["end"] for entity in model.entities(text)) > 150
+    with refused(ModelError):
+        convbert_jax.load(str(models["one"])).entities(text)
+
+
+def test_a_model_of_pairs_reranks(models):
+    documents = ["a moon", "the river", "small stone", "a moon"]
+    number = convbert_jax.load(str(models["number"]))
+    hits = number.rerank("the sun", documents)
+    expected = [r["prediction"] for r in number.predict([("the sun", d) for d in documents])]
+    assert [hit.score for hit in hits] == sorted(expected, reverse=True)
+    assert all((hit.text, hit.score) == (documents[hit.place], expected[hit.place]) for hit in hits)
+    pair = convbert_jax.load(str(models["pair"]))
+    first = pair.rerank("the sun", documents)[0]
+    (record,) = pair.predict([("the sun", first.text)])
+    assert first.score == record["probabilities"]["good"]
+    assert pair.rerank("the sun", []) == []
+    with refused(UserError, field="documents[1]"):
+        pair.rerank("the sun", ["a", " "])
+    with refused(ModelError):
+        convbert_jax.load(str(models["one"])).rerank("the sun", documents)

@@ -112,26 +112,32 @@ def test_questions_that_are_cut_are_told_once(predict, models, caplog):
     assert record.args[-1] == 4
 
 
-def test_words_that_are_not_read_have_no_tag(predict, models, caplog):
-    """Truncated words get null; the other words are predicted as without them."""
-    predictor = make_predictor(*loading.read_finetuned(str(models["tags"]), None), "f4")
-    predictor._told_cut = False
-    words, count = ["a", "b"] * 10, 14  # one token each, in addition to [CLS] and [SEP]
-    rows = [{"words": words}, {"words": words[:count]}, {"words": ["e" * 40]}]
-    content = "\n".join(map(json.dumps, rows))
-    with caplog.at_level(logging.WARNING):
-        long, short, none = predict("tags", content)
-    assert long["prediction"] == short["prediction"] + [None] * 6
-    assert long["probabilities"][:count] == pytest.approx(short["probabilities"])
-    assert long["probabilities"][count:] == [None] * 6
-    assert (none["prediction"], none["probabilities"]) == ([None], [None])
-    (record,) = caplog.records
-    assert {6, 20, 16} <= {*record.args}
+def test_long_sentences_are_tagged_in_windows(predict):
+    """In the overlap of two windows, the nearer half of each decides."""
+    words = ["a", "b", "b", "a", "b"] * 6  # one token each, in addition to [CLS] and [SEP]
+    starts, cuts = (0, 7, 14, 21), (0, 11, 18, 25, 30)  # windows of 14 words
+    rows = [{"words": words}, *({"words": words[start : start + 14]} for start in starts)]
+    long, *windows = predict("tags", "\n".join(map(json.dumps, rows)))
+    for name in ("prediction", "probabilities"):
+        expected = []
+        for start, begin, end, window in zip(starts, cuts, cuts[1:], windows, strict=False):
+            expected += window[name][begin - start : end - start]
+        assert len(long[name]) == len(words)
+        if name == "prediction":
+            assert long[name] == expected
+        else:
+            assert long[name] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_word_that_does_not_fit_has_no_tag(predict):
+    words = ["a", "e" * 40, "b"]
+    content = json.dumps({"words": words})
+    (found,) = predict("tags", content)
+    for name in ("prediction", "probabilities"):
+        assert [value is None for value in found[name]] == [False, True, False]
     table = predict("tags", content, output="out.tsv").splitlines()
-    found = [dict(zip(table[0].split("\t"), row.split("\t"), strict=True)) for row in table[1:]]
-    assert found[0]["prediction"].split(" ") == short["prediction"]
-    assert found[0]["words"].split(" ") == words
-    assert found[2]["prediction"] == ""
+    row = dict(zip(*(line.split("\t") for line in table), strict=True))
+    assert row["words"].split(" ") == words
 
 
 def test_long_files_keep_their_order(predict, monkeypatch):
@@ -162,7 +168,7 @@ def test_a_line_in_a_line_out(models, tmp_path):
         config, params, tokenizer = loading.read_finetuned(str(models["one"]), None)
         predictor = make_predictor(config, params, tokenizer, np.dtype(np.float32))
         from convbert_jax.data import input_rows
-        from convbert_jax.data.readers.text_lines import Stream
+        from convbert_jax.data.readers.rows import Stream
         from convbert_jax.inference import stream as prediction_output
 
         reads = input_rows.describe_model_input(config)

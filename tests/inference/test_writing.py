@@ -36,7 +36,8 @@ def tokenizer(tmp_path_factory):
 
 
 def config_of(recipe, **fields):
-    fields = {"tokenizer__vocab_size": len(ENTRIES), "data__length": 48, **fields}
+    fields = {"model__position_embedding": "sinusoidal", "data__length": 48, **fields}
+    fields = {"tokenizer__vocab_size": len(ENTRIES), **fields}
     return make_config(recipe=recipe, tokenizer__sentinels=2, parallel__max_length=40, **fields)
 
 
@@ -87,7 +88,7 @@ def assert_same(ours, wanted):
         ("translation", "beam", {}),
         ("translation", "sample", {}),
         ("causal_lm", "beam", {}),
-        ("causal_lm", "sample", {"sequence__positions": "learned", "model__positions": 48}),
+        ("causal_lm", "sample", {"model__position_embedding": "learned", "model__positions": 48}),
         ("causal_lm", "greedy", {"model__mixer": "mixed"}),
     ],
 )
@@ -181,7 +182,7 @@ def test_no_text_is_longer_than_its_limit(recipe, tokenizer, monkeypatch):
 
 
 def test_learned_positions_are_enough_for_what_is_written(tokenizer):
-    fields = {"sequence__positions": "learned", "model__positions": 48}
+    fields = {"model__position_embedding": "learned", "model__positions": 48}
     for recipe, most in (("translation", 40), ("causal_lm", 47)):
         writer = make_writer(tokenizer, recipe, **fields)
         longest = "a " * (most - 1)

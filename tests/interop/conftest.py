@@ -20,6 +20,10 @@ from convbert_jax.training import optimizer, train_step
 from convbert_jax.workdir import Workdir
 
 WORDS = "the a of river stone light under over small great house tree water fire sun moon star"
+MODERN = dict(  # the block of ModernBERT, as fields of config.model
+    mixer="attention", activation="geglu", norm="pre", biases=False, position_embedding="rotary",
+    rotary_base=160_000.0, window=3, types=0, embedding_size=32, layer_norm_epsilon=1e-5,
+)  # fmt: skip
 SECONDS, MEGABYTES = 10, 1_000  # limits for reading a hostile file
 
 
@@ -31,6 +35,7 @@ def make_config(
     tokenizer=None,
     outputs=None,
     finetune=None,
+    pooling="mean",
     **model,
 ) -> Config:
     """Return a small config.
@@ -38,6 +43,7 @@ def make_config(
     Args:
       recipe: config.recipe.
       pairs: objective.sentence_pairs.
+      pooling: objective.pooling.
       generator, tokenizer, outputs, finetune: fields of these sections.
       **model: fields of config.model.
     """
@@ -50,6 +56,8 @@ def make_config(
     values["data"] |= {"length": 16}
     values["outputs"] |= outputs or {}
     values["finetune"] |= finetune or {}
+    values["objective"]["pooling"] = pooling
+    values["parallel"]["max_length"] = 16
     if values["model"]["mixer"] == "mixed" and not values["model"]["mask_convolution"]:
         values["data"]["layout"] = "electra"
     if pairs != "none":

@@ -26,6 +26,7 @@ from convbert_jax.recipes import start as recipes
 from convbert_jax.training import checkpoints
 from convbert_jax.workdir import Workdir, WorkdirError
 from tests.interop.conftest import (
+    MODERN,
     assert_same,
     make_config,
     random_params,
@@ -142,12 +143,13 @@ def test_step_and_moments_of_a_checkpoint_go_on(run, tmp_path):
     "fields",
     [
         {"recipe": "masked_lm", "mixer": "attention", "embedding_size": 32},
+        {"recipe": "masked_lm", "layers": 5, **MODERN},
         pytest.param({"mixer": "attention"}, marks=pytest.mark.slow),
         {"generator": {"kind": "shared"}},
         pytest.param({"generator": {"tie_embeddings": False}}, marks=pytest.mark.slow),
         pytest.param({"generator": {"kind": "uniform"}}, marks=pytest.mark.slow),
     ],
-    ids=["bert", "electra", "shared", "untied", "uniform"],
+    ids=["bert", "modern", "electra", "shared", "untied", "uniform"],
 )
 def test_other_kinds_of_runs(make_run, tmp_path, fields):
     folder, config = make_run(**fields)
@@ -226,8 +228,8 @@ def test_exports_that_cannot_be_are_refused(run, exported, make_run, tmp_path):
     with refused(ConversionError, field="--workdir"):
         importing.import_run(str(exported["huggingface"]), plain(config), folder)
     for write in (conversion.export, lambda path, **how: conversion.convert(path, "out", **how)):
-        with refused(ConversionError, "huggingface", field="form", value="onnx"):
-            write(str(folder), form="onnx")
+        with refused(ConversionError, "huggingface", field="form", value="openvino"):
+            write(str(folder), form="openvino")
     out = {"output": tmp_path / "out", "with_generator": True}
     masked, _ = make_run(recipe="masked_lm")
     for source, form in ((folder, "stablehlo"), (masked, "huggingface")):

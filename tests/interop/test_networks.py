@@ -15,7 +15,7 @@ from convbert_jax.interop import matching, networks, sources
 from convbert_jax.interop.networks import ConversionError
 from convbert_jax.models import build
 from convbert_jax.recipes.finetuning import _encoder_weights
-from tests.interop.conftest import make_config, random_params, random_parts
+from tests.interop.conftest import MODERN, make_config, random_params, random_parts
 from tests.refusals import refused
 
 KINDS = {
@@ -32,6 +32,14 @@ KINDS = {
     "electra": {"mixer": "attention"},
     "bert": {"recipe": "masked_lm", "mixer": "attention", "embedding_size": 32},
     "mlm": {"recipe": "masked_lm"},
+    "modern": {"recipe": "masked_lm", "layers": 5, **MODERN},
+    "modern discriminator": {
+        "layers": 5,
+        **MODERN,
+        "qk_norm": True,
+        "global_every": 2,
+        "canon": "BD",
+    },
     "bottleneck": {"mixer": "bottleneck"},
     "bottleneck 4": {"mixer": "bottleneck", "head_ratio": 4, "recipe": "masked_lm"},
     "ratio 4": {"head_ratio": 4, "generator": {"size": 1.0, "layers": 0.5}},
@@ -147,7 +155,7 @@ def test_other_sizes_and_tied_embeddings_are_refused():
 def test_a_generator_that_no_config_describes_is_refused():
     config, parts = random_parts()
     stage = parts["generator"].encoder.stages[0]
-    odd = dataclasses.replace(stage, layer=dataclasses.replace(stage.layer, ffn_size=99))
+    odd = stage.map(lambda layer: dataclasses.replace(layer, ffn_size=99))
     encoder = dataclasses.replace(parts["generator"].encoder, stages=(odd,))
     parts["generator"] = dataclasses.replace(parts["generator"], encoder=encoder)
     with refused(ConversionError, 99, field="config.generator"):
@@ -236,7 +244,7 @@ def test_layers_that_differ_in_what_a_config_says_of_all():
     main = networks.outline(make_config(stages=stages))["main"]
     first, second = main.encoder.stages
     layer = dataclasses.replace(second.layer, layer_norm_epsilon=1e-5)
-    odd = (first, dataclasses.replace(second, layer=layer))
+    odd = (first, second.map(lambda _: layer))
     main = dataclasses.replace(main, encoder=dataclasses.replace(main.encoder, stages=odd))
     with refused(ConversionError, 1e-12, 1e-05, field="config.model.layer_norm_epsilon"):
         matching.derive_fields({"main": main}, make_config())

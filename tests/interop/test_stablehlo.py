@@ -11,8 +11,8 @@ from tests.interop.conftest import random_network
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, pytest.param({"mixer": "attention"}, marks=pytest.mark.slow)],
-    ids=["mixed", "attention"],
+    [{"canon": "ABCD"}, pytest.param({"mixer": "attention"}, marks=pytest.mark.slow)],
+    ids=["mixed, canon", "attention"],
 )
 def test_the_same_numbers_at_any_size(tmp_path, fields):
     network = random_network(**fields)

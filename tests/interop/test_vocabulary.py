@@ -7,7 +7,6 @@ import types
 import pytest
 
 from convbert_jax.config import OutputsSection, UserError
-from convbert_jax.data import pair_worker
 from convbert_jax.finetuning.run import save_model
 from convbert_jax.inference.loading import read_finetuned
 from convbert_jax.interop.sources import (
@@ -38,7 +37,7 @@ def test_of_two_texts(translation, tmp_path):
     found = read_tokenizers(workdir, translation)
     assert [t.fingerprint for t in found] == [t.fingerprint for t in text.vocabularies]
     assert found[0].fingerprint != found[1].fingerprint
-    one, other = (workdir.vocabulary / side / "tokenizer.model" for side in pair_worker.SIDES)
+    one, other = (workdir.vocabulary / side / "tokenizer.model" for side in ("source", "target"))
     swapped = one.read_bytes(), other.read_bytes()
     for path, content in zip((other, one), swapped, strict=True):
         path.write_bytes(content)

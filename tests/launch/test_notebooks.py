@@ -1,5 +1,6 @@
-"""Notebooks of launch/colab/: stored without outputs, and every cell runs at a small size."""
+"""Notebooks of launch/colab/: complete outputs, and every cell runs at a small size."""
 
+import ast
 import html
 import importlib.metadata
 import importlib.util
@@ -13,6 +14,7 @@ import types
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.test_pages import check_commands
 
 NOTEBOOKS = sorted((REPOSITORY / "launch" / "colab").glob("*.ipynb"))
 TINY = {
@@ -51,28 +53,69 @@ def cells(path):
     return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
 
-def test_notebooks_are_stored_without_outputs_and_never_upgrade_jax():
-    assert sorted(SMALL) == [path.stem for path in NOTEBOOKS]
-    for path in NOTEBOOKS:
-        code = [cell for cell in cells(path) if cell["cell_type"] == "code"]
-        assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
-        assert "jax.devices()" in "".join(code[0]["source"])
-        tagged = ["parameters" in cell["metadata"].get("tags", ()) for cell in code]
-        assert [i for i, tag in enumerate(tagged) if tag] == [1]
-        text = "".join(line for cell in code for line in cell["source"])
-        assert "upgrade" not in text
-        assert str(REPOSITORY) not in text
+def code_cells(path):
+    return [cell for cell in cells(path) if cell["cell_type"] == "code"]
+
+
+def text_of(output: dict) -> str:
+    """Returns the printed text and the text and HTML results of an output."""
+    data = output.get("data", {})
+    return "".join(
+        [*output.get("text", []), *data.get("text/plain", []), *data.get("text/html", [])]
+    )
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_outputs_are_complete_and_have_no_absolute_path(path):
+    executed = [cell["execution_count"] for cell in code_cells(path)]
+    outputs = [output for cell in code_cells(path) for output in cell["outputs"]]
+    if not any(executed):  # run launch/notebooks.py
+        assert outputs == []
+        return
+    assert executed == list(range(1, len(executed) + 1))
+    assert {output["output_type"] for output in outputs} >= {"stream", "display_data"}
+    assert [output for output in outputs if output["output_type"] == "error"] == []
+    assert [output for output in outputs if output.get("name") == "stderr"] == []  # log lines
+    absolute = re.compile(r"(?<![\w.<:/])/[a-z]+/\w|[A-Z]:\\\\")
+    assert [found for output in outputs if (found := absolute.search(text_of(output)))] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_first_code_cell_installs_and_the_second_has_the_parameters(path):
+    tags = [cell["metadata"].get("tags", []) for cell in code_cells(path)]
+    assert tags == [["install"], ["parameters"], *[[]] * (len(tags) - 2)]
+    for cell in code_cells(path):
+        ast.parse("".join(cell["source"]))
+    assert "jax.devices()" in "".join(code_cells(path)[1]["source"])
+    assert "upgrade" not in "".join(code_cells(path)[0]["source"])
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_commands_of_a_notebook_parse(path, tmp_path):
+    page = tmp_path / "page.md"
+    texts = ["".join(cell["source"]) for cell in cells(path) if cell["cell_type"] == "markdown"]
+    page.write_text("\n".join(texts))
+    check_commands(page)
 
 
 def exec_cell(notebook: str, contains: str, **names) -> dict:
     """Executes a notebook's cell that contains a text; returns its variables."""
     (cell,) = (
         source
-        for c in cells(REPOSITORY / "launch" / "colab" / f"{notebook}.ipynb")
-        if c["cell_type"] == "code" and contains in (source := "".join(c["source"]))
+        for c in code_cells(REPOSITORY / "launch" / "colab" / f"{notebook}.ipynb")
+        if contains in (source := "".join(c["source"]))
     )
     exec(compile(cell, notebook, "exec"), names)
     return names
+
+
+def install(notebook: str, address: str) -> None:
+    """Executes the first code cell of a notebook with the address of a repository."""
+    (source, *_) = code_cells(REPOSITORY / "launch" / "colab" / f"{notebook}.ipynb")
+    code = "".join(source["source"])
+    assert code.count('REPOSITORY = ""') == 1
+    code = code.replace('REPOSITORY = ""', f"REPOSITORY = {address!r}")
+    exec(compile(code, notebook, "exec"), {})
 
 
 def test_a_machine_without_the_package_installs_it_and_keeps_its_jax(monkeypatch, tmp_path):
@@ -81,13 +124,13 @@ def test_a_machine_without_the_package_installs_it_and_keeps_its_jax(monkeypatch
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
     for name in SMALL:
         monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-        exec_cell(name, "find_spec", REPOSITORY="")  # the package is installed
+        install(name, "")  # the package is installed
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(SystemExit, match="REPOSITORY"):
-            exec_cell(name, "find_spec", REPOSITORY="")
+            install(name, "")
         assert commands == []
         for given in ("https://example.org/it", "checkout"):
-            exec_cell(name, "find_spec", REPOSITORY=given)
+            install(name, given)
             (command,) = commands
             commands.clear()
             assert command[1:4] == ["-m", "pip", "install"]
@@ -105,14 +148,17 @@ def test_a_published_notebook_has_its_badge_once(tmp_path):
         copy = tmp_path / path.name
         copy.write_bytes(path.read_bytes())
         for owner in ("first", "second"):
-            docs["publish"](copy, f"https://github.com/{owner}/it")
+            copy.write_text(docs["publish"](copy, f"https://github.com/{owner}/it"))
         badge = "".join(cells(copy)[0]["source"]).partition("\n")[0]
         place = f"github/second/it/blob/main/launch/colab/{path.name}"
         assert badge.endswith(f"(https://colab.research.google.com/{place})")
         assert "".join(cells(copy)[0]["source"]).count("colab-badge") == 1
         assert copy.read_text().count('REPOSITORY = \\"https://github.com/second/it\\"') == 1
         before, after = cells(path), cells(copy)
-        assert after[3:] == before[3:]
+        assert after[2:] == before[2:]
+        unpublished = docs["publish"](copy, "")
+        assert "colab-badge" not in unpublished
+        assert 'REPOSITORY = \\"\\"' in unpublished
 
 
 def test_the_table_of_an_ablation_has_the_difference_and_p_value_of_each_row(capsys):
@@ -121,11 +167,11 @@ def test_the_table_of_an_ablation_has_the_difference_and_p_value_of_each_row(cap
         "b": {0: 2.0, 1: 3.01, 2: 3.99},
         "c": {0: 1.5, 1: 2.5, 2: 3.5},
     }
-    exec_cell("ablation", "sweep_report.holm", ROWS=rows, METRIC="loss", values=rows)
+    exec_cell("ablation", "sweep_report.holm", VARIANTS=rows, METRIC="loss", values=rows)
     lines = capsys.readouterr().out.splitlines()
-    assert "+1.000 to a" in lines[1]
+    assert "+1.000 from a" in lines[1]
     assert "p = 0.000" in lines[1]
-    assert "+0.500 to a" in lines[2]
+    assert "+0.500 from a" in lines[2]
     assert "p = " not in lines[2]  # the same difference for every seed
 
 
@@ -201,11 +247,11 @@ def test_each_cell_runs(name, folder, ipython, monkeypatch, capsys):
         assert "chance level" in printed
         assert (folder / "runs" / "inside" / "pictures" / "filters.png").is_file()
     elif name == "ablation":
-        assert printed.count("(p = ") == 2
+        assert printed.count(", p = ") == 2
         assert names["values"]["9 taps"].keys() == {0, 1}
     elif name == "finetune":
         assert names["result"].tasks
         assert (folder / "runs" / "modules" / "huggingface" / "config.json").is_file()
     else:
         assert printed.count("BLEU") >= 2
-        assert "(right: sechsundfünfzigtausendsieben)" in printed
+        assert "(correct: sechsundfünfzigtausendsieben)" in printed

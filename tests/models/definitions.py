@@ -187,6 +187,12 @@ def dilated(p, x, c):
     return dense(c.depthwise(gated(x, p), p["depthwise"], c.mixer.dilation), p["output"])
 
 
+def short(p, x, c):
+    """Lfm2ShortConv of transformers."""
+    before, after, values = np.split(x @ p["input"]["kernel"], 3, axis=-1)
+    return (after * c.depthwise(before * values, p["depthwise"])) @ p["output"]["kernel"]
+
+
 def separable(p, x, c):
     return c.separable(x, p["conv"])
 
@@ -207,6 +213,7 @@ DEFINITIONS = {
     "light": light,
     "dilated": dilated,
     "separable": separable,
+    "short": short,
 }
 
 
@@ -224,6 +231,7 @@ COUNTS = {
     "light": lambda c, h, k: 3 * (c * c + c) + h * k,
     "dilated": lambda c, h, k: 3 * (c * c + c) + k * c,
     "separable": lambda c, h, k: c * c + c + k * c,
+    "short": lambda c, h, k: 4 * c * c + k * c,
     # W_f reads the query; no pointwise key, no depthwise convolution
     "mixed, dynamic": lambda c, h, k: (
         4 * c * c // 2 + 4 * c // 2 + (c // 2 + 1) * h // 2 * k + c * c + c

@@ -13,6 +13,7 @@ COUNTS = {
     "small": (13_143_768, 66_049, 770_988, 39_098, 14_019_903),
     "medium_small": (17_475_888, 148_225, 871_884, 43_194, 18_539_191),
     "base": (105_680_520, 591_361, 9_334_744, 229_434, 115_836_059),
+    "large": (322_604_736, 1_050_625, 18_538_160, 295_738, 342_489_259),  # not published
 }
 
 
@@ -32,6 +33,31 @@ def test_published_sizes():
         encoder = count(params["embeddings"]) + count(params["discriminator"])
         parts = [count(params[x]) for x in ("discriminator_head", "generator", "generator_head")]
         assert (encoder, *parts, count(params)) == counts, size
+
+
+# Encoder with embeddings and masked-LM head; 150m and 400m are ModernBERT-base and -large.
+MODERN = {
+    "17m": 16_913_600,
+    "32m": 32_081_344,
+    "68m": 68_457_664,
+    "150m": 149_655_232,
+    "400m": 395_881_664,
+    "150m,mixed": 143_785_060,
+    "150m,canon": 149_655_232 + 22 * 4 * (768 + 3 * 768 + 768 + 2 * 1_152),
+}
+LFM2_350M = 354_483_968  # transformers' Lfm2Model
+
+
+@pytest.mark.parametrize("variant", [*MODERN, "short_350m"])
+def test_modern_sizes(variant):
+    made = importlib.import_module("configs.modern").get_config(variant)
+    config = config_lib.from_config_dict(made.to_dict())
+    _, init = build(networks.MaskedLanguageModel, config)
+    params = jax.eval_shape(init, jax.random.key(0))
+    if variant == "short_350m":
+        assert count(params["embeddings"]) + count(params["encoder"]) == LFM2_350M
+    else:
+        assert count(params) == MODERN[variant]
 
 
 VOCABULARY, POSITIONS, TYPES = 30_522, 512, 2

@@ -63,7 +63,7 @@ def test_a_generator_is_unrolled_with_the_encoder_or_alone(make_config, both, ow
 def test_stages_in_order_are_one_stack_and_bfloat16_is_close(make_config, build, randomize):
     config = make_config(layers=3, mixer="light", ffn_groups=2).encoder
     one = config.stages[0].layer
-    split = dataclasses.replace(config, stages=(StageConfig(1, one), StageConfig(2, one)))
+    split = dataclasses.replace(config, stages=(StageConfig(1, (one,)), StageConfig(2, (one,))))
     (forward, params), (in_parts, _) = build(config), build(split)
     (rounded, _) = build(config, jnp.bfloat16)
 
@@ -97,7 +97,7 @@ def test_each_dropout_acts_with_a_key_alone(make_config, build):
     mixer = dataclasses.replace(one.mixer, attention_dropout=0.5)
     keys = jax.random.split(jax.random.key(0))
     for number, changed in enumerate(({}, {"dropout": 0.5}, {"mixer": mixer})):
-        stage = StageConfig(1, dataclasses.replace(one, **changed))
+        stage = StageConfig(1, (dataclasses.replace(one, **changed),))
         forward, params = build(dataclasses.replace(config, stages=(stage,)))
         whole, (first, second) = jax.jit(
             lambda params, forward=forward: (
@@ -125,7 +125,7 @@ def stages(make_config):
     def make(*mixers, **fields):
         made = [make_config(embedding_size=32, convolution="xla", mixer=m).encoder for m in mixers]
         each = tuple(
-            StageConfig(1 + (i == 0), encoder.stages[0].layer) for i, encoder in enumerate(made)
+            StageConfig(1 + (i == 0), (encoder.stages[0].layer,)) for i, encoder in enumerate(made)
         )
         return dataclasses.replace(made[0], stages=each, **fields)
 
@@ -257,7 +257,7 @@ def finetuning_batch():
 def test_a_step_under_each_head_reaches_all_parameters_of_every_mixer(make_config, randomize):
     """Heads vmapped over an axis, each with its own seed, equal separate heads, with dropout."""
     configs = [make_config(embedding_size=32, mixer=mixer) for mixer in MIXERS]
-    each = tuple(StageConfig(1, config.encoder.stages[0].layer) for config in configs)
+    each = tuple(StageConfig(1, (config.encoder.stages[0].layer,)) for config in configs)
     encoder = dataclasses.replace(configs[0].encoder, stages=each)
     batch, graphdefs, heads = finetuning_batch(), {}, {}
     for head in HEADS:
@@ -301,7 +301,8 @@ def test_a_step_under_each_head_reaches_all_parameters_of_every_mixer(make_confi
             jax.tree_util.tree_leaves_with_path(reached), jax.tree.leaves(together), strict=True
         ):
             path = jax.tree_util.keystr(place, simple=True, separator="/")
-            scale = max(1e-3, float(np.abs(one).max()))
+            # Probabilities add up to 1, so the gradient of a span head's bias is rounding error.
+            scale = max(1e-2, float(np.abs(one).max()))
             np.testing.assert_allclose(many[number], one, atol=1e-4 * scale, err_msg=path)
             # The key bias shifts all scores of a query equally and has no gradient.
             assert np.any(one) or path.endswith("mixer/key/bias"), (head, path)

@@ -175,14 +175,15 @@ def test_entries_that_rows_of_a_group_share_are_kept_once(make_config, randomize
     state = module.start(ROWS, LENGTH, jnp.float32, ROWS)
     for t in range(LENGTH - 2):
         _, state = step(state, t)
-    assert state.used == ROWS * (LENGTH - 2)
+    assert state[0].used == ROWS * (LENGTH - 2)
     state = pack(move(state, jnp.asarray([1, 1, 1])))
-    assert state.used == LENGTH - 2
+    assert state[0].used == LENGTH - 2
     state = pack(step(state, LENGTH - 2)[1])
-    assert state.used == LENGTH - 2 + ROWS  # the last ones differ
+    assert state[0].used == LENGTH - 2 + ROWS  # the last ones differ
     state = pack(move(state, jnp.asarray([0, 2, 0])))
-    assert state.used == LENGTH - 2 + 2
-    state = state.resize(LENGTH + 3)  # exactly the capacity that the next step needs
+    assert state[0].used == LENGTH - 2 + 2
+    cache, canons = state
+    state = cache.resize(LENGTH + 3), canons  # exactly the capacity that the next step needs
     out, _ = step(state, LENGTH - 1)
     whole = module(x[:1], jnp.ones((1, LENGTH), jnp.int32))
     np.testing.assert_allclose(out[:, 0], jnp.repeat(whole[:, -1], ROWS, axis=0), atol=1e-5)
@@ -256,7 +257,7 @@ def test_on_eight_devices_they_are_what_they_are_on_one(make_config, randomize):
         )
         for fields in KINDS.values()
     ]
-    stages = tuple(StageConfig(1, config.encoder.stages[0].layer) for config in configs)
+    stages = tuple(StageConfig(1, (config.encoder.stages[0].layer,)) for config in configs)
     all_kinds = dataclasses.replace(configs[0].encoder, stages=stages)
     graphdef, params = randomize(lambda rngs: Encoder(all_kinds, rngs), scale=0.05)
     ids = jnp.asarray([[1] * 5 + [2] * 3, [1] * 6 + [0] * 2] * 4)

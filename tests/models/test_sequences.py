@@ -15,7 +15,7 @@ from convbert_jax.config.network import derive_encoder_decoder, derive_language_
 from convbert_jax.config.sequences import SequenceSection
 from convbert_jax.models.embeddings import sinusoids
 from convbert_jax.models.encoder import FeedForward
-from convbert_jax.models.layers import initializers
+from convbert_jax.models.layers import Canons, initializers
 from convbert_jax.models.networks import EncoderDecoder, LanguageModel, sharding_rules
 from convbert_jax.training import partitioning
 from convbert_jax.training.partitioning import flatten_params
@@ -24,31 +24,72 @@ from tests.refusals import refused
 WORDS = 20
 SMALL = ModelSection(
     layers=3, hidden_size=32, embedding_size=32, heads=4, mixer="dynamic", kernel_sizes=(3, 5, 5),
-    ffn_size=48, positions=16, dropout=0.1, layer_norm_epsilon=1e-5,
+    ffn_size=48, activation="relu", position_embedding="sinusoidal", positions=16, dropout=0.1,
+    layer_norm_epsilon=1e-5,
 )  # fmt: skip
 # Every option of the section in a few models; test_mixers.py tests the mixers alone.
 FORMS = {
     "light": ({"mixer": "light"}, {"decoder_kernel_sizes": (4, 7)}),
     "dynamic": (
-        {},
-        {"norm": "pre", "activation": "gelu", "positions": "none", "last_norm": False},
+        {"norm": "pre", "activation": "gelu", "position_embedding": "none"},
+        {"last_norm": False},
     ),
-    "attention": ({"mixer": "attention"}, {"positions": "learned", "tied_output": False}),
-    "mixed": ({"mixer": "mixed"}, {"norm": "pre", "shared_vocabulary": False}),
+    "attention": (
+        {"mixer": "attention", "position_embedding": "learned", "canon": "BD"},
+        {"tied_output": False},
+    ),
+    "mixed": ({"mixer": "mixed", "norm": "pre"}, {"shared_vocabulary": False}),
     "dilated": (
         {"mixer": "dilated", "mixer_fields": ("glu=false",)},
         {"decoder_dilations": (1, 3)},
     ),
     "T5's layers": (
-        {"mixer": "light", "kernel_sizes": (5, 5, 5)},
         {
+            "mixer": "light",
+            "kernel_sizes": (5, 5, 5),
             "norm": "pre",
             "normalization": "rms",
             "activation": "gated_gelu",
             "biases": False,
             "last_dropout": 0.1,
             "activation_dropout": 0.2,
+            "canon": "ACD",
         },
+        {},
+    ),
+    "modern attention": (
+        {
+            "mixer": "attention",
+            "kernel_sizes": (),
+            "layers": 5,
+            "norm": "pre",
+            "activation": "geglu",
+            "biases": False,
+            "qk_norm": True,
+            "key_value_heads": 2,
+            "window": 2,
+            "global_every": 2,
+            "position_embedding": "rotary",
+            "local_rotary_base": 100.0,
+            "canon": "ABCD",
+        },
+        {"decoder_layers": 4},
+    ),
+    "modern mixed": (
+        {
+            "mixer": "mixed",
+            "kernel_sizes": (),
+            "kernel_size": 3,
+            "norm": "pre",
+            "normalization": "rms",
+            "activation": "swiglu",
+            "biases": False,
+            "qk_norm": True,
+            "window": 2,
+            "position_embedding": "rotary",
+            "canon": "B",
+        },
+        {},
     ),
     "several mixers": (
         {
@@ -56,15 +97,17 @@ FORMS = {
             "kernel_sizes": (),
             "kernel_size": 3,
             "stages": (StageSection(layers=2), StageSection(mixer="attention")),
+            "norm": "pre",
+            "position_embedding": "none",
         },
-        {"norm": "pre", "positions": "none", "decoder_mixer": "attention"},
+        {"decoder_mixer": "attention"},
     ),
 }
 
 
 def sections(form):
     model, sequence = FORMS[form]
-    return dataclasses.replace(SMALL, **model), SequenceSection(decoder_layers=2, **sequence)
+    return dataclasses.replace(SMALL, **model), SequenceSection(**{"decoder_layers": 2} | sequence)
 
 
 @functools.cache
@@ -237,7 +280,7 @@ def test_a_translator_step_by_step_is_what_it_is_as_a_whole(randomize, form):
 
 
 @pytest.mark.parametrize(
-    ("form", "begun"), [("light", 1), ("attention", 3), ("mixed", 3), ("T5's layers", 3)]
+    ("form", "begun"), [("light", 1), ("attention", 3), ("modern mixed", 3), ("T5's layers", 3)]
 )
 def test_a_language_model_step_by_step_is_what_it_is_as_a_whole(randomize, form, begun):
     """Prompts have up to `begun` tokens; shorter prompts are padded on the left."""
@@ -330,8 +373,9 @@ def test_one_layer_of_attention_in_a_convolutional_encoder_reads_the_whole_sourc
     """
     stages = (StageSection(layers=2, mixer="light"), StageSection(mixer="attention"))
     fields = {"mixer": "light", "kernel_sizes": (), "kernel_size": 3}
+    fields |= {"norm": "pre", "position_embedding": "none"}
     model = dataclasses.replace(SMALL, **fields, stages=stages if attends else ())
-    sequence = SequenceSection(norm="pre", positions="none", decoder_layers=2)
+    sequence = SequenceSection(decoder_layers=2)
     config = derive_encoder_decoder(model, sequence, WORDS, WORDS)
     assert [type(stage.layer.mixer).__name__ for stage in config.decoder.stages] == ["Light"]
     graphdef, params = randomize(functools.partial(EncoderDecoder, config), scale=0.1)
@@ -349,8 +393,7 @@ def test_each_dropout_of_t5_is_where_it_says(randomize, field):
     """Needs a key. Dropout after the last norm sets whole channels of the output to 0."""
     model, sequence = sections("T5's layers")
     none = {"activation_dropout": 0.0, "last_dropout": 0.0}
-    sequence = dataclasses.replace(sequence, **none | {field: 0.5})
-    model = dataclasses.replace(model, dropout=0.0, attention_dropout=0.0)
+    model = dataclasses.replace(model, dropout=0.0, attention_dropout=0.0, **none | {field: 0.5})
     config = derive_encoder_decoder(model, sequence, WORDS, WORDS)
     graphdef, params = randomize(functools.partial(EncoderDecoder, config), scale=0.1)
     source, ids = draw(0, 2, LENGTH), jnp.ones((2, LENGTH), int)
@@ -375,7 +418,7 @@ def test_a_gated_block_multiplies_two_dense_layers():
     x = jax.random.normal(jax.random.key(1), (1, 4, 32))
     first, gate, last = (getattr(block, n).kernel[...] for n in ("intermediate", "gate", "output"))
     wanted = (jax.nn.gelu(x @ first, approximate=True) * (x @ gate)) @ last
-    np.testing.assert_allclose(block(x), wanted, atol=1e-5)
+    np.testing.assert_allclose(block(x, Canons()), wanted, atol=1e-5)
 
 
 # --- Errors ---
@@ -391,7 +434,7 @@ def test_rows_longer_than_the_table_of_positions_are_refused(randomize):
         lambda: model.start(long[:, :3], ones[:, :3], copies=1, length=17),
         lambda: lm.start(long[:, :16], copies=1, length=17),
     ):
-        with refused(ValueError, 17, 16, "config.sequence.positions=sinusoidal"):
+        with refused(ValueError, 17, 16, "config.model.position_embedding"):
             jax.eval_shape(run)
     jax.eval_shape(lambda: lm.start(long[:, :15], copies=1, length=17))
 

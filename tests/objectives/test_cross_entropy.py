@@ -23,24 +23,28 @@ VALUES = st.floats(-50, 50, width=32, allow_subnormal=False)
 LABELS = arrays(np.int32, 4, elements=st.integers(0, 6))
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def value_and_gradient(logits, labels, smoothing, weights):
-    losses, back = jax.vjp(lambda x: cross_entropy(x, labels, smoothing), logits)
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def value_and_gradient(logits, labels, smoothing, z_loss, weights):
+    losses, back = jax.vjp(lambda x: cross_entropy(x, labels, smoothing, z_loss=z_loss), logits)
     return losses, back(weights)[0]
 
 
 @given(
     arrays(np.float32, (4, 7), elements=VALUES), LABELS,
     arrays(np.float32, 4, elements=VALUES), st.sampled_from([0.0, 0.1]),
+    st.sampled_from([0.0, 1e-3]),
 )  # fmt: skip
 @settings(max_examples=40)
-def test_value_and_gradient_are_those_of_the_definition(logits, labels, weights, smoothing):
+def test_value_and_gradient_are_those_of_the_definition(logits, labels, weights, smoothing, z_loss):
     wide = logits.astype(np.float64)
-    shares = np.exp(wide) / np.exp(wide).sum(1, keepdims=True)
+    total = np.log(np.exp(wide).sum(1, keepdims=True))
+    shares = np.exp(wide - total)
     target = (1 - smoothing) * np.eye(7)[labels] + smoothing / 7
-    losses, gradient = value_and_gradient(logits, labels, smoothing, weights)
-    np.testing.assert_allclose(losses, -(target * np.log(shares)).sum(1), atol=1e-4)
-    np.testing.assert_allclose(gradient, (shares - target) * weights[:, None], atol=1e-4)
+    wanted = -(target * (wide - total)).sum(1) + z_loss * total[:, 0] ** 2
+    losses, gradient = value_and_gradient(logits, labels, smoothing, z_loss, weights)
+    np.testing.assert_allclose(losses, wanted, atol=1e-4)
+    slope = shares * (1 + 2 * z_loss * total) - target
+    np.testing.assert_allclose(gradient, slope * weights[:, None], atol=2e-4)
 
 
 @pytest.mark.parametrize("classes", [3, 257])

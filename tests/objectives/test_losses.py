@@ -15,6 +15,7 @@ import pytest
 from convbert_jax.config import Config
 from convbert_jax.interfaces import SpecialIds
 from convbert_jax.objectives import masked_lm, metrics, replaced_token
+from tests.batches import metrics_of
 
 CLS, SEP, MASK, VOCABULARY, LENGTH, SLOTS = 2, 3, 4, 20, 12, 8
 SPECIAL = SpecialIds(pad=0, unknown=1, cls=CLS, sep=SEP, mask=MASK)
@@ -30,6 +31,7 @@ def make_batch():
         if real:
             tokens[row, 0], tokens[row, real - 1] = CLS, SEP
     arrays = {"tokens": tokens, "segment_ids": SEGMENTS, "type_ids": np.zeros_like(tokens)}
+    arrays["pair_label"] = np.asarray([0, 0, 1, -1])  # the last row has none
     return {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
 
 
@@ -60,6 +62,10 @@ class Fixed:
         self.keys.append(key)
         return jnp.asarray(self.mlm)
 
+    def generate_and_judge(self, *inputs, dtype, key):
+        self.pairs = np.asarray([[2.0, 0.5], [0.0, 1.0], [1.0, -1.0], [3.0, 3.0]], np.float32)
+        return self.generate(*inputs, dtype=dtype, key=key), jnp.asarray(self.pairs)
+
     def discriminate(self, tokens, segment_ids, type_ids, *, dtype, key):
         self.corrupted = np.asarray(tokens)
         self.keys.append(key)
@@ -80,7 +86,7 @@ def run(objective, *, train=True, **changes):
     )
     sums = jax.tree.map(np.asarray, sums)
     heldout = metrics.heldout(sums, objective.terms(config))
-    numbers = metrics.summarize(sums) if train else heldout.over([sums])
+    numbers = metrics.summarize(sums) if train else metrics_of(heldout, [sums])
     assert all((key is not None) == train for key in model.keys), "dropout outside of training"
     return float(value), numbers, model, np.asarray(batch["tokens"])
 
@@ -116,6 +122,29 @@ def test_masked_lm(with_replacement, train):
     assert numbers == pytest.approx(
         {"mlm_loss": wanted, "mlm_accuracy": accuracy, "loss": wanted}, rel=2e-6
     )
+
+
+def test_pairs_of_sentences_are_added_to_masked_words():
+    """The mean is over the three rows with a label, of which one is right."""
+    loss, numbers, model, tokens = run(masked_lm, sentence_pairs="next")
+    wanted, _ = masked_lm_by_hand(model, tokens)
+    pairs = sum(
+        math.log(math.exp(row[0]) + math.exp(row[1])) - row[label]
+        for row, label in zip(model.pairs.tolist(), [0, 0, 1], strict=False)
+    )
+    assert loss == pytest.approx(wanted + pairs / 3, rel=1e-5)
+    assert numbers["pair_loss"] == pytest.approx(pairs / 3, rel=1e-5)
+    assert numbers["pair_accuracy"] == pytest.approx(1 / 3)
+
+
+def test_z_loss_is_added_in_training_alone():
+    plain, _, _, _ = run(masked_lm)
+    loss, _, model, tokens = run(masked_lm, z_loss=0.01)
+    used = predictions(model, tokens)
+    squares = [np.log(np.exp(model.mlm[row, slot]).sum()) ** 2 for row, slot, _ in used]
+    assert loss == pytest.approx(plain + 0.01 * np.mean(squares), rel=1e-5)
+    held_out = [run(masked_lm, train=False, z_loss=z)[0] for z in (0.0, 0.01)]
+    assert held_out[0] == held_out[1]
 
 
 def test_constant_logits_are_as_accurate_as_guessing(monkeypatch):

@@ -10,6 +10,7 @@ from sklearn.metrics import roc_auc_score
 
 from convbert_jax.objectives import metrics
 from convbert_jax.objectives.metrics import Scores
+from tests.batches import metrics_of
 from tests.refusals import refused
 
 ranked_pairs = jax.jit(metrics.ranked_pairs)
@@ -116,18 +117,18 @@ def test_held_out_numbers_divide_sums_and_join_scores():
     values = evaluator.finish(evaluator.update(state, parts[1]))
     assert values == {"loss": 1.0, "auc": pytest.approx(expected(first, second), abs=1e-12)}
     assert evaluator.names == tuple(values) == ("auc", "loss")
-    assert np.isnan(list(evaluator.over([]).values())).tolist() == [True, True]
+    assert np.isnan(list(metrics_of(evaluator, []).values())).tolist() == [True, True]
 
 
 def test_held_out_sums_are_added_in_float64():
     """In float32 small batches after a large one would be lost."""
     parts = [{"loss": (np.float32(v), np.float32(1))} for v in (2**25, 1, 1)]
-    assert metrics.heldout(["loss"]).over(parts)["loss"] == (2**25 + 2) / 3
+    assert metrics_of(metrics.heldout(["loss"]), parts)["loss"] == (2**25 + 2) / 3
 
 
 def test_metrics_that_are_not_those_that_were_named_are_an_error():
     with refused(ValueError, "['extra', 'loss']", "['loss']"):
-        metrics.heldout(["loss"]).over([{"loss": (1.0, 1.0), "extra": (1.0, 1.0)}])
+        metrics_of(metrics.heldout(["loss"]), [{"loss": (1.0, 1.0), "extra": (1.0, 1.0)}])
 
 
 def test_mean_and_divide():

@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from convbert_jax.config import ObjectiveSection
 from convbert_jax.data.layouts import PackedRows
 from convbert_jax.interfaces import LanguageBatch, SpecialIds
 from convbert_jax.objectives.next_tokens import shift
 from convbert_jax.objectives.written_text import count_words, heldout, judge
-from tests.batches import check_batch
+from tests.batches import check_batch, metrics_of
 
 WORDS, LENGTH = 7, 24
+SMOOTHED = ObjectiveSection(label_smoothing=0.1)
 SPECIAL = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
 
 
@@ -33,7 +35,9 @@ def draw(seed, rows=3, length=5):
 @given(seed=st.integers(0, 1000), smoothing=st.floats(0, 0.9))
 def test_loss_by_hand(seed, smoothing):
     logits, batch = draw(seed)
-    value, found = judge(jnp.asarray(logits, jnp.float32), batch, smoothing)
+    value, found = judge(
+        jnp.asarray(logits, jnp.float32), batch, ObjectiveSection(label_smoothing=smoothing)
+    )
     odds = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     wanted = np.full(logits.shape, smoothing / WORDS)
     np.put_along_axis(wanted, batch["labels"][..., None], 1 - smoothing + smoothing / WORDS, -1)
@@ -50,15 +54,15 @@ def test_loss_by_hand(seed, smoothing):
 
 def test_constant_logits_are_as_accurate_as_guessing():
     _, batch = draw(1)
-    total, weight = judge(jnp.zeros((3, 5, WORDS)), batch, 0.1)[1]["token_accuracy"]
+    total, weight = judge(jnp.zeros((3, 5, WORDS)), batch, SMOOTHED)[1]["token_accuracy"]
     assert float(total / weight) == pytest.approx(1 / WORDS)
 
 
 def test_rows_of_padding_change_nothing():
     logits, batch = draw(1)
     more = {name: np.concatenate([a, np.zeros_like(a)]) for name, a in batch.items()}
-    alone, _ = judge(jnp.asarray(logits), batch, 0.1)
-    beside, _ = judge(jnp.concatenate([logits, logits + 1]), more, 0.1)
+    alone, _ = judge(jnp.asarray(logits), batch, SMOOTHED)
+    beside, _ = judge(jnp.concatenate([logits, logits + 1]), more, SMOOTHED)
     assert float(alone) == pytest.approx(float(beside), rel=1e-6)
 
 
@@ -82,12 +86,12 @@ def test_perplexities_of_a_set_are_of_its_sums():
         dict(zip(parts, ((5.0, 2.0), (4.0, 2.0), (1.0, 2.0), (4.0, 1.0)), strict=True)),
         dict(zip(parts, ((3.0, 1.0), (2.0, 1.0), (1.0, 1.0), (2.0, 1.0)), strict=True)),
     ]
-    found = evaluator.over(batches)
+    found = metrics_of(evaluator, batches)
     assert found["perplexity"] == pytest.approx(math.exp(2))
     assert found["word_perplexity"] == pytest.approx(math.exp(3))
     assert found["loss"] == pytest.approx(8 / 3)
     nothing = dict.fromkeys(parts, (0.0, 0.0))
-    assert math.isnan(evaluator.over([nothing])["perplexity"])
+    assert math.isnan(metrics_of(evaluator, [nothing])["perplexity"])
 
 
 # --- Next tokens of packed rows ---

@@ -180,13 +180,15 @@ def spoil(arrays, ids):
     return [put(x) for x in arrays]
 
 
-def visible(ids, key_ids, shape, causal):
+def visible(ids, key_ids, shape, causal, window=0):
     """Mask [B or 1, 1, L, S]. Padding sees the segment with the largest id; none sees padding."""
+    away = np.subtract.outer(np.arange(shape[0]), np.arange(shape[1]))
+    near = np.abs(away) <= (window or max(shape))
     seen = np.ones((1, *shape), bool)
     if ids is not None:
         own = np.where(ids == 0, ids.max(axis=1, keepdims=True), ids)
         seen = (own[:, :, None] == key_ids[:, None]) & (key_ids != 0)[:, None]
-    return (seen & np.tri(*shape, dtype=bool) if causal else seen)[:, None]
+    return (seen & near & ((away >= 0) | (not causal)))[:, None]
 
 
 def attend(query, key, value, cotangent, seen, keep=1.0):

@@ -43,19 +43,19 @@ def ids_of(kind, length, keys):
     return (np.where(np.arange(length) < 10, 9, ids) if kind == "silent" else ids), key_ids
 
 
-def check(form, arrays, kind, causal, dtype=F32):
+def check(form, arrays, kind, causal, dtype=F32, window=0):
     """Compare output and gradients of an implementation with the definition."""
     *arrays, cotangent = arrays
     length, keys = arrays[0].shape[1], arrays[1].shape[1]
     ids, key_ids = ids_of(kind, length, keys)
-    seen = definitions.visible(ids, key_ids, (length, keys), causal)
+    seen = definitions.visible(ids, key_ids, (length, keys), causal, window)
     expected = definitions.attend(*arrays, cotangent, seen)
     given = [None if x is None else jnp.asarray(x) for x in (ids, key_ids)]
     if keys == length and kind != "silent":
         given[1] = given[0]
 
     def attend(*arrays):
-        return form(*arrays, *given, causal)
+        return form(*arrays, *given, causal, window)
 
     actual = run(attend, arrays, cotangent)
     assert {x.dtype for x in actual} == {jnp.dtype(dtype)}
@@ -63,31 +63,37 @@ def check(form, arrays, kind, causal, dtype=F32):
 
 
 @pytest.mark.parametrize(
-    ("length", "keys", "kind", "causal", "dtype"),
+    ("length", "keys", "kind", "causal", "window", "dtype"),
     [
-        (24, 24, "packed", False, F32),
-        (24, 24, "packed", True, BF16),
-        (16, 40, "silent", False, F32),
-        (40, 16, "packed", True, F32),
-        (24, 24, "none", True, F32),
-        (1, 24, "none", False, BF16),
+        (24, 24, "packed", False, 0, F32),
+        (24, 24, "packed", True, 0, BF16),
+        (16, 40, "silent", False, 0, F32),
+        (40, 16, "packed", True, 0, F32),
+        (24, 24, "none", True, 3, F32),
+        (24, 24, "packed", False, 5, F32),
+        (24, 24, "packed", False, 7, F32),
+        (24, 24, "packed", True, 5, BF16),
+        (24, 24, "silent", False, 2, F32),
+        (1, 24, "none", False, 0, BF16),
     ],
 )
-def test_the_form_of_xla_is_the_definition(length, keys, kind, causal, dtype):
-    check(op.xla, draw(length, keys, dtype=dtype), kind, causal, dtype)
+def test_the_form_of_xla_is_the_definition(length, keys, kind, causal, window, dtype):
+    check(op.xla, draw(length, keys, dtype=dtype), kind, causal, dtype, window)
 
 
 @pytest.mark.parametrize(
-    ("length", "keys", "width", "kind", "causal", "dtype"),
+    ("length", "keys", "width", "kind", "causal", "window", "dtype"),
     [
-        (128, 128, 48, "packed", False, F32),
-        (256, 256, 64, "none", True, BF16),
-        (128, 384, 64, "silent", False, F32),
-        (256, 256, 64, "silent", True, F32),
+        (128, 128, 48, "packed", False, 0, F32),
+        (256, 256, 64, "none", True, 0, BF16),
+        (128, 384, 64, "silent", False, 0, F32),
+        (256, 256, 64, "silent", True, 0, F32),
+        (384, 384, 64, "packed", False, 60, F32),
+        (384, 384, 64, "none", True, 60, F32),
     ],
 )
-def test_splash_is_the_definition(length, keys, width, kind, causal, dtype):
-    check(splash, draw(length, keys, width=width, dtype=dtype), kind, causal, dtype)
+def test_splash_is_the_definition(length, keys, width, kind, causal, window, dtype):
+    check(splash, draw(length, keys, width=width, dtype=dtype), kind, causal, dtype, window)
 
 
 @pytest.mark.gpu
@@ -116,7 +122,7 @@ def test_rows_and_heads_divided_over_devices(form, causal, sizes):
         function = functools.partial(function, interpret=True)
 
     def attend(*arrays):
-        return function(*arrays, jnp.asarray(ids), jnp.asarray(ids), causal)
+        return function(*arrays, jnp.asarray(ids), jnp.asarray(ids), causal, 0)
 
     with jax.set_mesh(make_mesh(**sizes)):
         assert_close(run(attend, arrays, cotangent), expected, TOLERANCE[F32])
@@ -167,7 +173,7 @@ def test_dropout_is_the_definition(platform, dtype, monkeypatch):
 
     def dropping(*arrays):
         ids_of_both = [jnp.asarray(ids)] * 2
-        return op.xla(*arrays, *ids_of_both, False, drop=Given(jnp.asarray(kept)))
+        return op.xla(*arrays, *ids_of_both, False, 0, drop=Given(jnp.asarray(kept)))
 
     assert_close(run(dropping, arrays, cotangent), expected, TOLERANCE[dtype])
 
@@ -191,7 +197,7 @@ def test_dropout_keeps_one_array_of_all_weights():
     marks = jnp.ones((2, 2, 64, 64), bool)
 
     def dropping(*arrays):
-        return op.xla(*arrays, None, None, False, drop=Given(marks))
+        return op.xla(*arrays, None, None, False, 0, drop=Given(marks))
 
     kept = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(dropping, *a)[1], *arrays))
     assert [x.dtype for x in kept if x.shape == marks.shape] == [jnp.float32]
@@ -250,14 +256,22 @@ def on(monkeypatch, platform, version="cuda 12"):
 
 
 def choose(
-    implementation, length, keys=None, width=64, dtype=BF16, ids=None, drop=None, value=None
+    implementation,
+    length,
+    keys=None,
+    width=64,
+    dtype=BF16,
+    ids=None,
+    drop=None,
+    value=None,
+    window=0,
 ):
     query, key, values = (
         jax.ShapeDtypeStruct((2, n, 2, d), dtype)
         for n, d in ((length, width), (keys or length, width), (keys or length, value or width))
     )
     options = {} if drop is None else {"drop": drop}
-    arguments = (query, key, values, ids, ids, False)
+    arguments = (query, key, values, ids, ids, False, window)
     chosen = dispatch.choose("attention", implementation, op.IMPLEMENTATIONS, *arguments, **options)
     return next(name for name, one in op.IMPLEMENTATIONS.items() if one.function is chosen)
 
@@ -276,6 +290,7 @@ DROP = Dropout(0.1, None)
         ("splash", "tpu", {"length": 128, "drop": DROP}, ["dropout"]),
         ("pallas_tpu", "tpu", {"length": 128, "dtype": "float16"}, ["float16"]),
         ("pallas_tpu", "tpu", {"length": 128, "width": 48}, [48]),
+        ("pallas_tpu", "tpu", {"length": 128, "window": 8}, ["window"]),
         ("pallas_tpu", "tpu", {"length": 128, "keys": 100}, [100, 128]),
         ("cudnn", "gpu", {"length": 128, "dtype": F32}, ["float32"]),
         ("cudnn", "gpu", {"length": 128, "width": 12}, [12]),
@@ -301,6 +316,7 @@ def test_a_named_form_that_cannot_do_it_is_an_error(
         ("tpu", {"length": 64}, "xla"),
         ("tpu", {"length": 64, "drop": DROP}, "xla"),
         ("tpu", {"length": 2048}, "pallas_tpu"),
+        ("tpu", {"length": 2048, "window": 64}, "splash"),
         ("tpu", {"length": 2560}, "splash"),
         ("tpu", {"length": 2560, "drop": DROP}, "pallas_tpu"),
         ("tpu", {"length": 1 << 17}, "splash"),

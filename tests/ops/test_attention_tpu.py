@@ -45,7 +45,7 @@ def check(length, keys, heads, width, kind, causal, rate, *, dtype=F32, interpre
     given = [None if x is None else jnp.asarray(x) for x in (ids, key_ids)]
 
     def attend(*arrays):
-        return op.pallas_tpu(*arrays, *given, causal, drop=drop, interpret=interpret)
+        return op.pallas_tpu(*arrays, *given, causal, 0, drop=drop, interpret=interpret)
 
     tolerance = TOLERANCE[dtype] * (1 if interpret else 2)
     assert_close(run(attend, arrays, cotangent), expected, tolerance)
@@ -73,7 +73,7 @@ def test_padding_alone_is_finite_and_its_values_reach_nothing():
     ids = jnp.asarray(documents(128)).at[1].set(0)
 
     def attend(*arrays):
-        return op.pallas_tpu(*arrays, ids, ids, False, interpret=True)
+        return op.pallas_tpu(*arrays, ids, ids, False, 0, interpret=True)
 
     out, *gradients = run(attend, arrays, cotangent)
     assert all(np.isfinite(found).all() for found in (out, *gradients))
@@ -94,7 +94,7 @@ def test_scores_of_thousands_do_not_overflow():
     )
 
     def attend(*arrays):
-        return op.pallas_tpu(*arrays, None, None, False, interpret=True)
+        return op.pallas_tpu(*arrays, None, None, False, 0, interpret=True)
 
     assert_close(run(attend, arrays, cotangent), expected, 1e-3)
 
@@ -105,7 +105,7 @@ def test_seeds_as_an_axis():
 
     def one(key):
         drop = Dropout(0.5, key)
-        return op.pallas_tpu(*arrays, None, None, False, drop=drop, interpret=True)
+        return op.pallas_tpu(*arrays, None, None, False, 0, drop=drop, interpret=True)
 
     together = jax.jit(jax.vmap(one))(keys)
     for key, found in zip(keys, together, strict=True):

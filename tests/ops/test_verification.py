@@ -133,7 +133,7 @@ def attend(drop, length=128, form=attention.pallas_tpu_definition):
     """Return the largest error of an attention implementation, and the array with this error."""
     x = jax.ShapeDtypeStruct((8, length, 2, 64), jnp.float32)
     ids = jax.ShapeDtypeStruct((8, length), jnp.int32)
-    arguments = verification.shrink((x, x, x, ids, ids, False))
+    arguments = verification.shrink((x, x, x, ids, ids, False, 0))
     options = {"drop": drop}
     return verification.largest_error(form, attention.pallas_tpu_definition, arguments, options)
 
@@ -354,7 +354,7 @@ def test_a_check_compiles_for_a_tpu():
 
     x = jax.ShapeDtypeStruct((8, 128, 6, 64), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((8, 128), jnp.int32)
-    arguments = verification.shrink((x, x, x, ids, ids, False))
+    arguments = verification.shrink((x, x, x, ids, ids, False, 0))
     places, run = verification.make_program(arguments, {"drop": Dropout(0.1, None)})
     compiled = tpu_pricing.compile_for(
         lambda *arrays: run(attention.pallas_tpu, arrays),

@@ -78,8 +78,19 @@ def test_vectors_are_those_of_transformers(model, tokenizer, real_data):
         states = reference(**batch).last_hidden_state
     weights = batch["attention_mask"][..., None].float()
     expected = ((states * weights).sum(1) / weights.sum(1)).numpy()
-    found = model.encode(texts, length=LENGTH)
+    found = model.encode(texts, normalize=False, length=LENGTH)
     assert np.abs(found - expected).max() < 2e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kind", ["theirs", "exported"])
+def test_vectors_are_those_of_sentence_transformers(model, exported, real_data, kind):
+    library = pytest.importorskip("sentence_transformers")
+    texts = lines(real_data / "pretrain" / "enwiki-2015" / "valid", 64)
+    folder = {"theirs": FOLDER, "exported": exported}[kind]
+    reference = library.SentenceTransformer(str(folder), device="cpu")
+    found, expected = model.encode(texts), reference.encode(texts)
+    assert model.length == reference.max_seq_length == 256
+    assert (found * expected).sum(axis=1).min() > 0.99999
 
 
 def test_close_texts_are_close(model):

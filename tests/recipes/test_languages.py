@@ -61,6 +61,26 @@ def test_a_run_keeps_the_settings_chosen_for_its_corpus(config, tmp_path):
     assert (normalizer["lowercase"], normalizer["strip_accents"]) == expected[:2]
 
 
+def test_a_run_with_byte_level_bpe(config, tmp_path):
+    """The exported folder has the same ids and predictions."""
+    config = replace(
+        config,
+        {"tokenizer.kind": "bpe", "tokenizer.vocab_size": 300, "train.steps": 4},
+    )
+    folder = tmp_path / "run"
+    result = recipes.pretrain(config, folder)
+    assert result.step == 4
+    assert chosen(Workdir(folder).read_config()) == (False, False, "identity")
+    documents = (tmp_path / "text.txt").read_text(encoding="utf-8").split("\n\n")
+    model = convbert_jax.load(str(folder))
+    conversion.export(folder, step=None, output=tmp_path / "exported")
+    again = convbert_jax.load(str(tmp_path / "exported"))
+    assert again.tokenizer.encode(documents) == model.tokenizer.encode(documents)
+    ours, theirs = (m.fill_mask("Irmak [MASK].", top_k=3) for m in (model, again))
+    assert [found["token"] for found in ours] == [found["token"] for found in theirs]
+    assert all(found["sequence"].startswith("Irmak") for found in ours)
+
+
 def test_prepared_rows_of_named_settings_serve_a_config_that_names_none(config, tmp_path):
     named = replace(config, {"tokenizer.lowercase": True, "data.directory": str(tmp_path / "rows")})
     recipes.prepare(named, tmp_path / "run")

@@ -1,6 +1,6 @@
 """Mixers and optimizers from outside the package, and stages that differ.
 
-One run has a stage with the module and the optimizer of docs/plugins.md, a stage with a mixer that
+One run has a stage with the module and the optimizer of the pages, a stage with a mixer that
 implements the whole interface, and a stage with a mixer of the package.
 """
 
@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import re
 import shutil
 import sys
 
@@ -35,9 +34,11 @@ from convbert_jax.training import environment, optimizer, partitioning
 from convbert_jax.workdir import Workdir
 from tests.models.mean_mixer import NAME as MEAN
 from tests.refusals import refused
+from tests.test_pages import commands, python_files
 
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "plugins.md"
-POOLING, OPTIMIZER = "mine:Pooling", "mine:sign_momentum"
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+PAGES = (DOCS / "tutorials" / "own_mixer.md", DOCS / "howto" / "own_optimizer.md")
+POOLING, OPTIMIZER = "mine:Pooling", "optimizers:sign_momentum"
 STAGES = (
     StageSection(layers=1, mixer=POOLING, mixer_fields=("scale=0.5",)),
     StageSection(layers=1, mixer=MEAN, mixer_fields=("gain=0.5",)),
@@ -48,15 +49,17 @@ ALL = (*STAGES, *(StageSection(layers=1, mixer=name) for name in MIXERS if name 
 
 @pytest.fixture(scope="module", autouse=True)
 def _mine(tmp_path_factory):
-    """Write the code of docs/plugins.md to mine.py on the import path."""
+    """Write the Python files of the pages to a folder on the import path."""
     folder = tmp_path_factory.mktemp("plugins")
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    (folder / "mine.py").write_text(code)
+    files = {name: code for page in PAGES for name, code in python_files(page).items()}
+    for name, code in files.items():
+        (folder / name).write_text(code)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         patch.setattr(plugins, "_allowed", {POOLING, OPTIMIZER, MEAN})
         yield
-    sys.modules.pop("mine", None)
+    for name in files:
+        sys.modules.pop(pathlib.Path(name).stem, None)
     mixers._find.cache_clear()
 
 
@@ -105,10 +108,9 @@ def copy_of_step_2(trained, folder) -> pathlib.Path:
     return folder
 
 
-def test_commands_of_the_page_name_its_code():
-    text, *_ = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.S)
-    assert POOLING in text
-    assert OPTIMIZER in text
+def test_commands_of_the_pages_name_their_code():
+    for page, name in zip(PAGES, (POOLING, OPTIMIZER), strict=True):
+        assert any(name in word for words in commands(page) for word in words)
 
 
 def test_resuming_is_exact_with_the_same_stages_and_optimizer_only(trained, config, tmp_path):

@@ -72,7 +72,7 @@ def test_counts_that_differ_are_refused_before_any_work(
     spec = f"jsonl:{tmp_path / 'a.jsonl'}"
     mentions = (f"{tmp_path / 'a.jsonl'} line 2", "a.jsonl line 1")
     config = replace(translation_config, {"decoding.test_sources": (f"mine={spec}",)})
-    monkeypatch.setattr(recipes.evaluation.prepared, "open_data", None)  # never reached
+    monkeypatch.setattr(recipes.prepared, "open_prepared", None)  # never reached
     with refused(UserError, *mentions) as caught:
         recipes.evaluate(config, translated.folder)
     assert "\n" not in str(caught.value)
@@ -102,7 +102,7 @@ def test_an_empty_reference_is_refused_before_any_work(
     spec = write_pairs(tmp_path, "test", 3)
     (tmp_path / "test.bb").write_text("un.\n \nDO.\n")
     config = replace(translation_config, {"decoding.test_sources": (f"mine={spec}",)})
-    monkeypatch.setattr(recipes.evaluation.prepared, "open_data", None)  # never reached
+    monkeypatch.setattr(recipes.prepared, "open_prepared", None)  # never reached
     with refused(UserError, f"{tmp_path / 'test.bb'} line 2"):
         recipes.evaluate(config, translated.folder)
 

@@ -26,7 +26,7 @@ from convbert_jax.config import Config, GeneratorSection, to_dict
 from convbert_jax.data.parallel_text import References
 from convbert_jax.finetuning import score_table
 from convbert_jax.finetuning.run_files import RunResult, Setting, TaskResult
-from convbert_jax.recipes import pretraining, scoring
+from convbert_jax.recipes import pretraining, scoring, tasks
 from convbert_jax.recipes.reports import finetuning as finetuning_reports
 from convbert_jax.recipes.reports import page
 from convbert_jax.recipes.reports import pretraining as pretraining_reports
@@ -67,6 +67,7 @@ def page_of_pretraining(t, *, interrupted=False, folder="runs/it", curves=CURVES
         numbers=(Number(t[11], t[12], t[13]),),
         evaluated=40,
         curves=curves,
+        commands=tasks.recipe_of(config).commands(config, Workdir(folder), 40),
         cloze=Cloze(subwords[::-1], 32, 0.25),
         suspects=Suspects(subwords, 32, 0.5, 0.125),
         written=(written,),
@@ -232,7 +233,7 @@ def test_rows_of_padding_are_not_counted(predict, config, monkeypatch):
     positions = np.zeros((32, 1), int), np.ones((32, 1)), tokens[:, :1]
     found = positions if predict is pretraining_reports.fill_in else (tokens + 1, tokens)
     monkeypatch.setattr(pretraining_reports, "_run", lambda *given: (batch, found))
-    pieces = types.SimpleNamespace(pieces=lambda ids: list(map(str, ids)))
+    pieces = types.SimpleNamespace(split_piece=lambda index: (True, str(index)))
     assert predict(config, types.SimpleNamespace(tokenizer=pieces), None).rows == 5
 
 
@@ -297,11 +298,11 @@ def test_next_commands_are_valid(name, tmp_path):
     workdir = Workdir(tmp_path / "a run")
     workdir.path.mkdir()
     storage.write_json(workdir.config, to_dict(config))
-    typed = [c for _, c in page.after_pretraining(config, workdir, config.train.steps)]
+    typed = [c for _, c in tasks.recipe_of(config).commands(config, workdir, config.train.steps)]
     for command in typed:
         read(command)
-    assert any("--output=written.txt" in command for command in typed) == config.writes_text
-    assert any("--mode=export" in command for command in typed) != config.writes_text
+    assert any("--output=written.txt" in command for command in typed) == config.spec.generates
+    assert any("--mode=export" in command for command in typed) != config.spec.generates
     task = any("configs/text_to_text.py" in command for command in typed)
     assert task == (config.recipe == "span_corruption")
 
@@ -314,16 +315,35 @@ def test_a_run_on_other_text_has_its_own_data(name, tmp_path):
     config = convbert_jax.load_config(name, **old, **{"data.directory": "shards"})
     workdir = Workdir(tmp_path)
     storage.write_json(workdir.config, to_dict(config))
-    typed = [command for _, command in page.after_pretraining(config, workdir, 40)]
+    typed = [command for _, command in tasks.recipe_of(config).commands(config, workdir, 40)]
     other = read(next(command for command in typed if "runs/mine" in command)).config
     assert other.data.directory == getattr(other, section).validation_source == ""
     assert "FILE" in getattr(other, section).source or "FOLDER" in getattr(other, section).source
 
 
+@pytest.mark.parametrize(
+    ("name", "source", "next_step"),
+    [
+        ("tiny", "docstrings", "--config.data.source='text:FOLDER/*.txt'"),
+        ("tiny", "text:corpus.txt", "--config=configs/text.py:own"),
+        ("translation:tiny", "parallel:a,b", "--mode=predict"),
+    ],
+)
+def test_the_terminal_names_the_next_step(name, source, next_step):
+    """A run on the user's text is not asked to train on the user's text."""
+    section = "parallel" if "translation" in name else "data"
+    config = convbert_jax.load_config(name, **{f"{section}.source": source})
+    following = tasks.recipe_of(config).commands(config, Workdir("runs/it"), 40)
+    report = PretrainingReport(config, Workdir("runs/it"), 40, False, (), 40, CURVES, following)
+    text = pretraining_reports.describe(report, has_page=False)
+    assert next_step in text
+    assert ("on your own" in text.replace("on your own labeled", "")) == (source == "docstrings")
+
+
 def test_export_is_named_only_for_models_that_have_it():
     own = dataclasses.replace(Config().model, mixer="dynamic")
     config = dataclasses.replace(Config(), model=own)
-    typed = page.after_pretraining(config, Workdir("runs/it"), 40)
+    typed = tasks.recipe_of(config).commands(config, Workdir("runs/it"), 40)
     assert not [command for _, command in typed if "--mode=export" in command]
 
 

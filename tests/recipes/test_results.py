@@ -208,7 +208,7 @@ def test_pages_of_real_runs(pretrained, finetuned, monkeypatch):
         page = Page(file.read_text())
         assert page.tags.isdisjoint({"script", "link", "iframe", "object", "base", "a"})
         assert all(source.startswith("data:") for source in page.values("src"))
-        assert f"config.recipe={recipe}" in page.text
+        assert f"recipe {recipe}" in page.text
         monkeypatch.chdir(run.folder)
         typed = [shlex.split(text) for text in page.texts("pre")]
         assert len(typed) >= 3

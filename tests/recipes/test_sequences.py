@@ -16,7 +16,7 @@ from convbert_jax.config import Config, ConfigError, UserError, from_config_dict
 from convbert_jax.interop import sources
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.recipes import prepared, start
+from convbert_jax.recipes import start, tasks
 from convbert_jax.training import environment, partitioning
 from convbert_jax.training.checkpoints import load_arrays
 from convbert_jax.training.metrics_writer import read_metrics
@@ -47,6 +47,8 @@ def make(text, pairs):
             "recipe": recipe,
             "model__mixer": "dynamic",
             "model__kernel_size": 3,
+            "model__activation": "relu",
+            "model__position_embedding": "sinusoidal",
             "data__source": text,
             "parallel__source": pairs,
             "parallel__heldout_fraction": 0.1,
@@ -117,10 +119,10 @@ def test_a_run_resumes_exactly_and_reports_its_metrics(run, recipe, tmp_path):
 def test_words_of_a_language_model_are_those_of_its_text(run):
     """Per-word perplexity divides the same nats by the words and ends of held-out documents."""
     config, result = run("causal_lm")
-    data = prepared.open_data(config, Workdir(result.folder))
+    data = tasks.open_data(config, Workdir(result.folder))
     tokenizer, words, tokens = data.tokenizer, 0, 0
     mesh = partitioning.make_mesh(config.mesh, jax.devices()[:1])
-    for batch in data.heldout(mesh)():
+    for batch in data.heldout(mesh)()[""]:
         for row, ids in zip(batch["tokens"], batch["segment_ids"], strict=True):
             for document in range(1, ids.max() + 1):
                 piece = row[ids == document][1:]  # all but [CLS] are predicted,
@@ -154,10 +156,10 @@ def test_translation_starts_from_span_corruption(make, run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, weights.params, there)
     with refused(ConversionError, "config.model.ffn_size", 48, 64):
         start.read_start(asked, Workdir(tmp_path / "run"), {"model.ffn_size"})
-    field = "sequence.activation_dropout"  # is not a property of the weights
+    field = "model.activation_dropout"  # is not a property of the weights
     for named in ((), (field,)):
         other, _ = start.read_start(replace(asked, {field: 0.25}), Workdir(tmp_path / "run"), named)
-        assert other.sequence == dataclasses.replace(found.sequence, activation_dropout=0.25)
+        assert other.model == dataclasses.replace(found.model, activation_dropout=0.25)
     scratch = replace(asked, {"parallel.from_scratch": True})
     sized, nothing = start.read_start(scratch, Workdir(tmp_path / "run"))
     assert (sized.model, sized.tokenizer, nothing) == (found.model, found.tokenizer, None)
@@ -194,10 +196,10 @@ def test_weights_of_another_kind_are_refused(make, run, pretrained, tmp_path):
 WRONG = {
     "translation": [
         ({"model.embedding_size": 16}, [16]),
-        ({"sequence.norm": "prae"}, ["'pre'"]),
-        ({"sequence.normalization": "rsm"}, ["'rms'"]),
-        ({"sequence.last_dropout": 0.1, "sequence.norm": "post"}, []),
-        ({"sequence.positions": "learned", "model.positions": 16}, [16]),
+        ({"model.norm": "prae"}, ["'pre'"]),
+        ({"model.normalization": "rsm"}, ["'rms'"]),
+        ({"model.last_dropout": 0.1, "model.norm": "post"}, []),
+        ({"model.position_embedding": "learned", "model.positions": 16}, [16]),
         ({"decoding.beam": 101}, [200]),
         ({"decoding.n_best": 5}, ["config.decoding.beam", 4]),
         ({"decoding.n_best": 2, "decoding.method": "greedy"}, ["greedy"]),
@@ -280,7 +282,7 @@ def test_too_few_sentinels_are_told_before_anything_is_made(make, tmp_path):
 def test_a_run_knows_shapes_and_tokens_of_its_batches(run):
     """Tokens per second count both texts of a batch, including padding."""
     config, result = run("translation")
-    data = prepared.open_data(config, Workdir(result.folder))
+    data = tasks.open_data(config, Workdir(result.folder))
     mesh = partitioning.make_mesh(config.mesh, jax.devices()[:1])
     batches = data.training(mesh)
     epoch = [next(batches) for _ in range(batches._plan.batches)]
@@ -303,13 +305,14 @@ def test_a_batch_that_does_not_split_is_refused_before_anything(make, tmp_path, 
     assert list(tmp_path.iterdir()) == []
     mesh = partitioning.make_mesh(config.mesh, jax.devices())
     # Translation fits its batches to the devices.
-    prepared.check_batches(dataclasses.replace(config, recipe="translation"), mesh)
+    translation = dataclasses.replace(config, recipe="translation")
+    tasks.recipe_of(translation).check_batches(translation, mesh)
 
 
 def test_spans_whose_lengths_do_not_split_are_refused(make):
     config = make("span_corruption", data__length=64, train__batch_size=16)
     axes = dataclasses.replace(config.mesh, sequence=2)
-    prepared.check_batches(config, partitioning.make_mesh(axes, jax.devices()))
+    tasks.recipe_of(config).check_batches(config, partitioning.make_mesh(axes, jax.devices()))
     mesh = partitioning.make_mesh(dataclasses.replace(axes, sequence=4), jax.devices())
     with refused(partitioning.ShardingError, "config.data.length", 64, 58):
-        prepared.check_batches(config, mesh)
+        tasks.recipe_of(config).check_batches(config, mesh)

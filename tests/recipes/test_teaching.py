@@ -21,8 +21,8 @@ from convbert_jax.interop import conversion
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import split
 from convbert_jax.interop.sources import read_source
-from convbert_jax.recipes import prepared, tasks, teaching
 from convbert_jax.recipes import start as starting
+from convbert_jax.recipes import tasks, teaching
 from convbert_jax.recipes.teaching import TeacherError
 from convbert_jax.training import partitioning, train_step
 from convbert_jax.training.checkpoints import Checkpoints, load_arrays
@@ -183,11 +183,11 @@ def test_a_run_goes_on_where_its_teacher_and_vocabulary_have_moved(taught, teach
         assert pathlib.Path(found.tokenizer.path).parent == run / "vocabulary"
         assert teaching.open_teacher(found).checksum
         with workdir.open(found):
-            assert prepared.open_data(found, workdir).tokenizer.vocab_size == 200
+            assert tasks.open_data(found, workdir).tokenizer.vocab_size == 200
     other = tmp_path / "other.model"
     other.write_bytes(pathlib.Path(found.tokenizer.path).read_bytes() + b"\x1a\x00")
     with refused(UserError, other):
-        prepared.open_data(replace(kept, {"tokenizer.path": str(other)}), workdir)
+        tasks.open_data(replace(kept, {"tokenizer.path": str(other)}), workdir)
 
 
 def test_a_plan_counts_the_teacher(make, tmp_path):

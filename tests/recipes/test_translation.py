@@ -3,6 +3,7 @@
 # ruff: noqa: RUF001  (full-width punctuation)
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -75,13 +76,14 @@ def test_raw_references_are_the_rows_that_training_holds_out(translation_config,
     everything = read_heldout(translation_config, text, 0).pairs
     source, target = text.vocabularies
     split = text.splits["validation"]
-    reader = ShardReader(split.shards, text.id_dtype, records_to_pairs, returned=np.dtype(object))
+    to_pairs = functools.partial(records_to_pairs, form=text.form)
+    reader = ShardReader(split.shards, text.id_dtype, to_pairs, returned=np.dtype(object))
     stored = reader.read(np.arange(split.rows))
     reader.close()
     assert len(stored) == len(everything) > 24
     for pair, row in zip(everything, stored, strict=True):
-        assert source.encode([pair[0]])[0] == list(row.source)
-        assert target.encode([pair[1]])[0] == list(row.target)
+        assert source.encode([pair[0]])[0] == list(row.ids[0])
+        assert target.encode([pair[1]])[0] == list(row.ids[1])
 
 
 def test_an_evaluation_scores_test_sets_too_by_the_mean_of_checkpoints(

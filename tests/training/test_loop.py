@@ -289,7 +289,7 @@ def test_errors_of_data_and_metrics_name_their_field(tmp_path):
     with refused(loop.TrainingError, "error", **metric):
         run(tmp_path / "metric", make_config(8, checkpoint={"best_metric": "auc"}))
     with refused(EvaluationError, field="config.data.heldout_fraction"):
-        run(tmp_path / "empty", make_config(4), evaluation=lambda: iter(()))
+        run(tmp_path / "empty", make_config(4), evaluation=lambda: {"": iter(())})
 
 
 def test_the_best_is_saved_when_found(tmp_path):

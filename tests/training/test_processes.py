@@ -114,8 +114,8 @@ def test_a_stopped_run_ends_with_a_code_of_its_own(monkeypatch, tmp_path, recipe
             raise interrupts.Stopped(by)
         return types.SimpleNamespace(stopped_by=by, report="")
 
-    monkeypatch.setattr(recipes, recipe, run)
-    monkeypatch.setattr(main, "_computes_on_cpu", lambda config: False)
+    monkeypatch.setattr(recipes, "train", run)
+    monkeypatch.setattr(main, "_computes_on_cpu", lambda platform: False)
     monkeypatch.setattr(environment, "enable_compile_cache", lambda folder: None)
     flags = [*flags.split(), *(["--config.finetune.data=x"] if recipe == "finetune" else [])]
     with flagsaver.flagsaver():

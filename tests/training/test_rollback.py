@@ -182,11 +182,12 @@ def test_the_first_evaluation_may_compile_as_long_as_the_first_step(tmp_path, mo
     monkeypatch.setattr(distributed, "exit_after_hang", lambda: told.append("hangs"))
     evaluate = loop.evaluate
 
-    def slow(task, step, params, batches, **options):
-        batches = list(batches)  # heartbeats come before any compilation
+    def slow(task, step, params, heldout, **options):
+        # Heartbeats come before any compilation.
+        heldout = {name: list(batches) for name, batches in heldout.items()}
         if not silences:
             silences.append(time.sleep(3))
-        return evaluate(task, step, params, batches, **options)
+        return evaluate(task, step, params, heldout, **options)
 
     monkeypatch.setattr(loop, "evaluate", slow)
     run(tmp_path, config_of(hang_seconds=1))

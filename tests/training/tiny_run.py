@@ -50,6 +50,9 @@ class Rows:
             rows["x"][3] = np.nan
         return rows
 
+    def metrics(self):
+        return {}
+
     def get_state(self):
         return {"position": self.position}
 
@@ -72,7 +75,11 @@ def rows_of_this_process(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def evaluation(batches: int = 3, features: int = 4):
-    """Yields held-out rows; the last batch has five real rows."""
+    """Returns held-out rows; the last batch has five real rows."""
+    return {"": _heldout(batches, features)}
+
+
+def _heldout(batches: int, features: int):
     for index in range(batches):
         rows = make_rows(10_000 + index, features)
         if index == batches - 1:
@@ -179,13 +186,23 @@ def run(folder: pathlib.Path, config: Config | None = None, **overrides) -> loop
     """Trains the noisy linear model in `folder` on all devices."""
     config = config or make_config()
     folder.mkdir(parents=True, exist_ok=True)
+    batches = overrides.pop("batches", None) or Rows()
+
+    def open_batches():
+        batches.set_state({"position": 0})
+        return batches
+
+    segment = loop.Segment(
+        end=config.train.steps,
+        task=overrides.pop("task", None) or linear_task(),
+        batches=open_batches,
+        evaluation=overrides.pop("evaluation", evaluation),
+    )
     arguments = {
-        "task": linear_task(),
+        "segments": [segment],
         "config": config,
         "workdir": Workdir(folder),
         "mesh": partitioning.make_mesh(config.mesh),
-        "batches": Rows(),
-        "evaluation": evaluation,
     }
     return loop.train(**arguments | overrides)
 

@@ -8,14 +8,15 @@ import functools
 import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from convbert_jax.config import DataSection
 from convbert_jax.data.errors import DataError, shorten
-from convbert_jax.data.readers.tables import find_value, list_columns
-from convbert_jax.data.readers.text_files import clean, decode, fingerprint_files, unit_bytes
+from convbert_jax.data.readers.row_sources import RowSource, Targets, pair_of
+from convbert_jax.data.readers.rows import Fault, find_value, list_columns
+from convbert_jax.data.readers.text_files import fingerprint_files, unit_bytes
 
 ROWS_AT_ONCE = 128
 SAMPLED_ROWS = 64  # to estimate the amount of text
@@ -30,35 +31,25 @@ class RowRange:
     size: int
 
 
-@dataclasses.dataclass(frozen=True)
-class IndexedRows:
-    name: str
-    fingerprint: str
-    opener: str  # key of OPEN_ROWS
-    arguments: tuple[str, ...]
-    text_field: str
-    encoding_errors: str
-    files: frozenset[Path]  # with the rows; empty if only the package knows them
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexedRows(RowSource):
+    """Rows of a data set; `open_rows(*arguments)` opens it."""
+
+    open_rows: Callable[[str, str], Any]
+    arguments: tuple[str, str]
+    paths: frozenset[Path]  # with the rows; empty if only the package knows them
     units: tuple[RowRange, ...]
 
-    def documents(self, unit: RowRange, tally: Counter | None = None) -> Iterator[str]:
-        """Yields the texts of the rows of `unit`; null and blank texts are skipped."""
-        rows = OPEN_ROWS[self.opener](*self.arguments)
-        for start in range(unit.start, unit.stop, ROWS_AT_ONCE):
-            indices = range(start, min(start + ROWS_AT_ONCE, unit.stop))
-            for index, row in zip(indices, rows_at(rows, indices, self.name), strict=True):
-                text = find_value(row, self.text_field)
-                if isinstance(text, bytes):
-                    try:
-                        text = decode(text, self.encoding_errors, tally)
-                    except UnicodeDecodeError:
-                        raise DataError(
-                            f"Row {index} of {self.name} is not UTF-8. Set "
-                            "config.data.encoding_errors to 'replace' or 'skip'.",
-                            field="config.data.encoding_errors",
-                            line=index,
-                        ) from None
-                yield from clean(text or "")
+    def files_of(self, unit: RowRange) -> set[Path]:
+        """Returns all files, because the rows of a unit may be in any of them."""
+        del unit
+        return set(self.paths)
+
+    def rows(self, unit: RowRange) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yields (row from 1, row). Raises DataError if the data set is damaged."""
+        rows = self.open_rows(*self.arguments)
+        found = _read(rows, range(unit.start, unit.stop), self.name, ROWS_AT_ONCE)
+        yield from enumerate(found, start=unit.start + 1)
 
 
 def open_tfds(rest: str, section: DataSection) -> IndexedRows:
@@ -77,19 +68,50 @@ def open_tfds(rest: str, section: DataSection) -> IndexedRows:
         check_prepared(rest)
     elif ":" in rest:
         raise DataError(
-            f"config.data.source='tfds:{rest}' is a community data set: TFDS would download and "
-            "execute its code. Prepare it yourself and use tfds:DIR.",
+            "is a community data set: TFDS would download and execute its code. Prepare it "
+            "yourself and use tfds:DIR.",
             field="config.data.source",
             value=f"tfds:{rest}",
         )
     else:
         directory = str(_prepared(tfds, rest).data_dir)
-    rows = _tfds_rows(directory, section.split)
-    files = list_files(directory)
+    rows = tfds_rows(directory, section.split)
     how = f"tfds {section.split} {section.text_field}"
-    fingerprint = fingerprint_files(files, Path(directory), how)
+    prints = fingerprint_files(list_files(directory), Path(directory), how)
     arguments = (directory, section.split)
-    return _indexed(f"tfds:{rest}", fingerprint, "tfds", arguments, rows, section, files)
+    return _documents(f"tfds:{rest}", prints, tfds_rows, arguments, rows, section)
+
+
+def open_tfds_pairs(rest: str, columns: tuple[str, ...], targets: Targets) -> IndexedRows:
+    """Opens DIR or DIR#SPLIT, a prepared directory, as pairs.
+
+    Raises:
+      DataError: unprepared or empty data, or the first row has no pair in `columns`.
+    """
+    directory, _, split = rest.partition("#")
+    check_prepared(directory)
+    split, name = split or "train", f"tfds:{rest}"
+    rows = tfds_rows(directory, split)
+    if not len(rows):
+        raise DataError(f"{name} has no rows. Use another split or data set.", value=name)
+    pair = pair_of(rows_at(rows, [0], name)[0], columns, targets)
+    if isinstance(pair, Fault):
+        raise DataError(
+            f"{name} row 1 {pair.problem}. Set config.parallel.columns.",
+            field="config.parallel.columns",
+            line=1,
+        )
+    files = list_files(directory)
+    return IndexedRows(
+        name=name,
+        fingerprint=fingerprint_files(files, Path(directory), f"tfds {split} {','.join(columns)}"),
+        columns=columns,
+        targets=targets,
+        open_rows=tfds_rows,
+        arguments=(directory, split),
+        paths=frozenset(files),
+        units=_split_rows(len(rows), max(1, sum(len(text.encode()) for text in pair[:2]))),
+    )
 
 
 def open_datasets(rest: str, section: DataSection) -> IndexedRows:
@@ -102,31 +124,31 @@ def open_datasets(rest: str, section: DataSection) -> IndexedRows:
     Raises:
       DataError: the package is not installed, loading failed, or unknown split or field.
     """
+    spec = f"datasets:{rest}"
     try:
         import datasets
     except ImportError:
         raise DataError(
-            f"config.data.source='datasets:{rest}' needs the optional package datasets. "
-            "Run pip install datasets.",
+            "needs the optional package datasets. Run pip install datasets.",
             field="config.data.source",
-            value=f"datasets:{rest}",
+            value=spec,
         ) from None
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise DataError(
-            f"config.data.source='datasets:{rest}': datasets {datasets.__version__} may execute "
-            "scripts of a data set. Install version 4 or newer.",
+            f"datasets {datasets.__version__} may execute scripts of a data set. Install version 4 "
+            "or newer.",
             field="config.data.source",
-            value=f"datasets:{rest}",
+            value=spec,
         )
     arguments = (rest, section.split)
     rows = _datasets_rows(*arguments)
     state = f"datasets {rest} {section.split} {section.text_field} {len(rows)} {rows._fingerprint}"
     fingerprint = hashlib.sha256(state.encode()).hexdigest()
-    return _indexed(f"datasets:{rest}", fingerprint, "datasets", arguments, rows, section)
+    return _documents(spec, fingerprint, _datasets_rows, arguments, rows, section)
 
 
-def _indexed(
-    name, fingerprint, opener, arguments, rows, section: DataSection, files=()
+def _documents(
+    name: str, fingerprint: str, open_rows, arguments, rows, section: DataSection
 ) -> IndexedRows:
     count, field = len(rows), section.text_field
     if not count:
@@ -146,20 +168,20 @@ def _indexed(
             field="config.data.text_field",
             value=field,
         )
-    average = max(1, sum(map(len, texts)) // len(sample))
+    files = list_files(arguments[0]) if open_rows is tfds_rows else ()
     return IndexedRows(
         name=name,
         fingerprint=fingerprint,
-        opener=opener,
-        arguments=arguments,
-        text_field=field,
+        columns=(field,),
         encoding_errors=section.encoding_errors,
-        files=frozenset(files),
-        units=split_rows(count, average),
+        open_rows=open_rows,
+        arguments=arguments,
+        paths=frozenset(files),
+        units=_split_rows(count, max(1, sum(map(len, texts)) // len(sample))),
     )
 
 
-def split_rows(count: int, average: int) -> tuple[RowRange, ...]:
+def _split_rows(count: int, average: int) -> tuple[RowRange, ...]:
     """Divides `count` rows of `average` bytes into units."""
     step = max(1, unit_bytes(average * count) // average)
     stops = ((start, min(start + step, count)) for start in range(0, count, step))
@@ -170,8 +192,8 @@ def check_prepared(directory: str) -> None:
     """Raises DataError unless a folder has the form of a data set that TFDS prepared."""
     if not os.path.isfile(os.path.join(directory, "dataset_info.json")):
         raise DataError(
-            f"{directory} is not a prepared data set: it has no dataset_info.json. Use the folder "
-            "of a version, for example NAME/1.0.0.",
+            "not a prepared data set: it has no dataset_info.json. Use the folder of a version, "
+            "for example NAME/1.0.0.",
             path=directory,
         )
 
@@ -193,8 +215,7 @@ def _prepared(tfds, name: str):
             builder.download_and_prepare(file_format="array_record")
     except tfds.core.DatasetNotFoundError:
         raise DataError(
-            f"'{name}' is neither a data set of TensorFlow Datasets nor a folder. Check "
-            "config.data.source.",
+            "is neither a data set of TensorFlow Datasets nor a folder. Use another name.",
             field="config.data.source",
             value=name,
         ) from None
@@ -228,17 +249,22 @@ def rows_at(rows, indices: Sequence[int], name: str) -> list[dict]:
         ) from None
 
 
-def all_rows(rows, name: str, at_once: int = 1_024) -> Iterator[dict]:
+def all_rows(rows, name: str) -> Iterator[dict]:
     """Yields every row of a data set, see `rows_at`."""
-    for start in range(0, len(rows), at_once):
-        yield from rows_at(rows, range(start, min(start + at_once, len(rows))), name)
+    return _read(rows, range(len(rows)), name, 1_024)
+
+
+def _read(rows, numbers: range, name: str, at_once: int) -> Iterator[dict]:
+    for start in range(0, len(numbers), at_once):
+        yield from rows_at(rows, numbers[start : start + at_once], name)
 
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
 
 
-def _tfds_rows(directory: str, split: str):
+def tfds_rows(directory: str, split: str):
+    """Returns the rows of a split, see `open_prepared`."""
     return open_prepared(directory, split)[0]
 
 
@@ -259,23 +285,17 @@ def open_prepared(directory: str, split: str):
         raise
     # Several parsers with different errors read its JSON files.
     except Exception as error:
-        raise DataError(
-            f"{directory} is damaged: it cannot be read as a prepared data set "
-            f"({_reason(error)}). Prepare it again.",
-            path=directory,
-        ) from None
+        problem = f"damaged: not readable as a prepared data set ({_reason(error)})"
+        raise DataError(f"{problem}. Prepare it again.", path=directory) from None
     named = {part.split("[")[0].strip() for part in split.split("+")}
     if not named <= {*splits, "all"}:
-        raise DataError(
-            f"{directory} has no split '{split}'. Choose one of: {', '.join(splits)}.",
-            value=split,
-            path=directory,
-        )
+        problem = f"no split '{split}'. Choose one of: {', '.join(splits)}."
+        raise DataError(problem, value=split, path=directory)
     try:
         return builder.as_data_source(split=split), builder.info.features
     except NotImplementedError:
         raise DataError(
-            f"{directory} was not prepared as array_record. Run tfds build {builder.name} "
+            f"not prepared as array_record. Run tfds build {builder.name} "
             "--file_format=array_record and use its folder.",
             path=directory,
         ) from None
@@ -299,9 +319,8 @@ def _check_features(features, directory: str) -> None:
             is_class = key in ("pythonClassName", "python_class_name", "type")
             if is_class and isinstance(value, str) and not value.startswith(_TFDS):
                 raise DataError(
-                    f"{directory}/features.json names '{shorten(value)}': code outside of "
-                    "TensorFlow Datasets would be executed. Prepare the data set with features "
-                    "of TFDS.",
+                    f"names '{shorten(value)}': code outside of TensorFlow Datasets would be "
+                    "executed. Prepare the data set with features of TFDS.",
                     path=f"{directory}/features.json",
                 )
             _check_features(value, directory)
@@ -334,14 +353,7 @@ def _datasets_rows(name: str, split: str):
         ) from error
     if isinstance(rows, Mapping):  # several splits in one folder
         if split not in rows:
-            names = ", ".join(rows)
-            raise DataError(
-                f"{folder} has no split '{split}'. Choose one of: {names}.",
-                value=split,
-                path=folder,
-            )
+            problem = f"no split '{split}'. Choose one of: {', '.join(rows)}."
+            raise DataError(problem, value=split, path=folder)
         rows = rows[split]
     return rows
-
-
-OPEN_ROWS = {"tfds": _tfds_rows, "datasets": _datasets_rows}

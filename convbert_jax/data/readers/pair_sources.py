@@ -1,8 +1,4 @@
-"""Sources of text pairs: two files line by line, a table, or rows of a data set.
-
-A source is divided into units of about 16 MB, each read sequentially by one process. A pair of a
-test set may have several references, given as more files, more columns, or a list of targets.
-"""
+"""Sources of text pairs: files line by line, a table, Parquet files or rows of a data set."""
 
 import codecs
 import contextlib
@@ -10,202 +6,33 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from convbert_jax import storage
 from convbert_jax.config import ParallelSection
 from convbert_jax.data.errors import DataError, Location, shorten
-from convbert_jax.data.readers.indexed_rows import (
-    check_prepared,
-    list_files,
-    open_prepared,
-    rows_at,
-    split_rows,
-)
-from convbert_jax.data.readers.parquet_files import RowGroups, list_groups, make_units, read_rows
-from convbert_jax.data.readers.tables import (
+from convbert_jax.data.readers import indexed_rows, parquet_files
+from convbert_jax.data.readers.encodings import guess_encoding
+from convbert_jax.data.readers.row_sources import RowSource, Targets
+from convbert_jax.data.readers.rows import (
     OPENERS,
     Fault,
     TableFormat,
-    find_value,
-    list_columns,
+    describe_escapes,
+    open_bytes,
     parse_object,
+    read_errors,
 )
 from convbert_jax.data.readers.text_files import (
-    UnitFiles,
+    BOM,
+    Unit,
     find_files,
     fingerprint_files,
     refuse_other_kinds,
     unit_bytes,
 )
-from convbert_jax.data.readers.text_lines import (
-    describe_escapes,
-    guess_encoding,
-    open_bytes,
-    read_errors,
-)
-
-ROWS_AT_ONCE = 1_024
-# Targets of a pair: "one" rejects pairs with more than one, "first" drops the others.
-Targets = Literal["one", "first", "all"]
-Pairs = Iterator[tuple[int, tuple[str, ...] | Fault]]  # number, (source, target, *more targets)
-
-
-@dataclasses.dataclass(frozen=True)
-class PairUnit:
-    """`count` pairs (lines of files, rows of a data set) from number `first`, counted from 1."""
-
-    first: int
-    count: int
-    starts: tuple[int, ...]  # offset of the first line in each decompressed file; () for rows
-    size: int  # bytes of text, estimated for rows
-
-
-@dataclasses.dataclass(frozen=True)
-class PairRows:
-    """Pairs from a folder that TFDS prepared as array_record."""
-
-    name: str
-    fingerprint: str
-    directory: str
-    split: str
-    columns: tuple[str, ...]
-    targets: Targets
-    files: frozenset[Path]
-    units: tuple[PairUnit, ...]
-
-    def place(self, number: int, text: int = 0) -> Location:
-        """Returns the data set and row of a pair, for errors."""
-        del text  # all texts are in the row
-        return Location(self.name, number, "row")
-
-    def pairs(self, unit: PairUnit) -> Pairs:
-        """Yields (row from 1, texts or the fault). Raises DataError for damaged files."""
-        rows = open_prepared(self.directory, self.split)[0]
-        stop = unit.first - 1 + unit.count
-        for start in range(unit.first - 1, stop, ROWS_AT_ONCE):
-            wanted = range(start, min(start + ROWS_AT_ONCE, stop))
-            for i, row in zip(wanted, rows_at(rows, wanted, self.name), strict=True):
-                yield i + 1, of_row(row, self.columns, self.targets)
-
-
-def open_tfds(rest: str, columns: tuple[str, ...], targets: Targets) -> PairRows:
-    directory, _, split = rest.partition("#")
-    check_prepared(directory)
-    split = split or "train"
-    rows = open_prepared(directory, split)[0]
-    count, name = len(rows), f"tfds:{rest}"
-    if not count:
-        raise DataError(f"{name} has no rows. Use another split or data set.", value=name)
-    first = rows_at(rows, [0], name)[0]
-    pair = of_row(first, columns, targets)
-    if isinstance(pair, Fault):
-        raise DataError(
-            f"{name} row 1 {pair.problem}. Set config.parallel.columns.",
-            field="config.parallel.columns",
-            line=1,
-        )
-    found = list_files(directory)
-    prints = fingerprint_files(found, Path(directory), f"tfds {split} {','.join(columns)}")
-    average = max(1, len(pair[0].encode()) + len(pair[1].encode()))
-    units = tuple(
-        PairUnit(part.start + 1, part.stop - part.start, (), part.size)
-        for part in split_rows(count, average)
-    )
-    return PairRows(name, prints, directory, split, columns, targets, frozenset(found), units)
-
-
-@dataclasses.dataclass(frozen=True)
-class PairParquet(UnitFiles):
-    """Pairs from parquet files, numbered consecutively over all files."""
-
-    name: str
-    fingerprint: str
-    root: Path
-    columns: tuple[str, ...]
-    targets: Targets
-    units: tuple[RowGroups, ...]
-    first_rows: Mapping[tuple[str, int], int]  # by file and row group, in order; from 1
-
-    def files_of(self, unit: RowGroups) -> set[Path]:
-        """Returns the files of one unit."""
-        return {self.root / file for file, _ in unit.parts}
-
-    def place(self, number: int, text: int = 0) -> Location:
-        """Returns the file and row of a pair, for errors."""
-        del text  # all texts are in the row
-        _, file = max((row, file) for (file, _), row in self.first_rows.items() if row <= number)
-        return Location(self.root / file, number - self.first_rows[file, 0] + 1, "row")
-
-    def pairs(self, unit: RowGroups) -> Pairs:
-        """Yields (row from 1, texts or the fault). Raises DataError for damaged files."""
-        for file, group in unit.parts:
-            found = read_rows(self.root / file, group, self.columns)
-            for number, values in enumerate(found, start=self.first_rows[file, group]):
-                row = dict(zip(self.columns, values, strict=True))
-                yield number, of_row(row, self.columns, self.targets)
-
-
-def open_parquet(rest: str, columns: tuple[str, ...], targets: Targets) -> PairParquet:
-    """Opens the parquet files that match comma-separated globs.
-
-    Raises:
-      DataError: a file or column does not exist, a column has no text, or there are no rows.
-    """
-    paths = find_files(rest, "config.parallel.source")
-    root, groups = list_groups(paths, columns, field="config.parallel.columns", lists=True)
-    first_rows, row = {}, 1
-    for group in groups:
-        first_rows[group.file, group.index] = row
-        row += group.rows
-    if row == 1:
-        raise DataError(f"parquet:{rest} has no rows. Use another file.", value=f"parquet:{rest}")
-    prints = fingerprint_files(paths, root, f"parquet {','.join(columns)}")
-    units = make_units(groups)
-    return PairParquet(f"parquet:{rest}", prints, root, columns, targets, units, first_rows)
-
-
-def of_row(
-    row: Mapping[str, Any], columns: tuple[str, ...], targets: Targets
-) -> tuple[str, ...] | Fault:
-    """Returns (source, target, *more targets) of a row, or the fault.
-
-    A source that is a list of sentences is joined by spaces; a list of targets is a list of
-    references.
-    """
-    source = _texts_of(row, columns[0])
-    target = _texts_of(row, columns[1])
-    for name, found in zip(columns, (source, target), strict=False):
-        if isinstance(found, Fault):
-            return found
-        if not found:
-            return Fault(f"has no text in '{name}' (it has: {list_columns(row)})")
-    if targets == "one" and len(target) > 1:  # ambiguous: sentences or alternative targets
-        return Fault(f"has a list of {len(target)} texts in '{columns[1]}' instead of one target")
-    if targets != "all":
-        return " ".join(source), target[0]
-    further = [_texts_of(row, name) for name in columns[2:]]
-    rest = [text for found in further if not isinstance(found, Fault) for text in found]
-    return " ".join(source), target[0], *of_words([*target[1:], *rest])
-
-
-def _texts_of(row: dict, name: str) -> list[str] | Fault:
-    """Returns the texts of a column; [] if it has no text or a value that is not a string."""
-    text = find_value(row, name)
-    parts = list(text) if isinstance(text, list | tuple) else [text]
-    try:
-        parts = [part.decode("utf-8") if isinstance(part, bytes) else part for part in parts]
-    except UnicodeDecodeError:
-        return Fault(f"has bytes in '{name}' that are not UTF-8")
-    return parts if all(isinstance(part, str) for part in parts) else []
-
-
-def of_words(texts: list) -> list[str]:
-    """Drops blank texts: a blank cell or line is not an additional target."""
-    return [text for text in texts if isinstance(text, str) and text.strip()]
-
 
 DEFAULT_COLUMNS = {"tsv": ("0", "1")} | dict.fromkeys(
     ("csv", "jsonl", "parquet", "tfds"), ("source", "target")
@@ -214,24 +41,35 @@ MARK_LINES = 1_024  # lines between two recorded offsets of a file
 
 
 @dataclasses.dataclass(frozen=True)
-class PairFiles:
-    """Text files; picklable. `fingerprint` depends on content and format, not on the path."""
+class LineUnit:
+    """`count` lines of parallel files from number `first`, counted from 1."""
 
-    name: str
-    fingerprint: str
+    first: int
+    count: int
+    starts: tuple[int, ...]  # offset of the first line in each decompressed file
+    size: int  # bytes of text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LineRows(RowSource):
+    """Rows of one file (tsv, jsonl) or of parallel files, one row per line."""
+
     paths: tuple[Path, ...]
     format: str
-    columns: tuple[str, ...]
-    targets: Targets
     encoding: str
 
     @property
     def files(self) -> set[Path]:
-        """All files that are read."""
+        """All files that are read; unlike `units`, without reading them."""
         return set(self.paths)
 
+    def files_of(self, unit: LineUnit) -> set[Path]:
+        """Returns all files, because each has lines of every unit."""
+        del unit
+        return self.files
+
     @functools.cached_property
-    def units(self) -> tuple[PairUnit, ...]:
+    def units(self) -> tuple[LineUnit, ...]:
         """Units, found by reading all lines once.
 
         Raises:
@@ -262,23 +100,18 @@ class PairFiles:
             starts = tuple(of_file[block] for of_file in marks)
             size = sum(of_file[stop] for of_file in marks) - sum(starts)
             first = block * MARK_LINES
-            units.append(PairUnit(first + 1, min(stop * MARK_LINES, count) - first, starts, size))
+            units.append(LineUnit(first + 1, min(stop * MARK_LINES, count) - first, starts, size))
         return tuple(units)
 
     def place(self, number: int, text: int = 0) -> Location:
         """Returns the file and line of a text of a pair, for errors."""
         return Location(self.paths[min(text, len(self.paths) - 1)], number)
 
-    def pairs(self, unit: PairUnit) -> Pairs:
-        """Yields (line, texts or the fault).
-
-        Raises:
-          DataError: a file cannot be read.
-        """
-        parse = {"parallel": _parse_parallel, "tsv": self._parse_tsv, "jsonl": self._parse_jsonl}
+    def rows(self, unit: LineUnit) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
+        """Yields (line, row or the fault). Raises DataError if a file cannot be read."""
         for number, lines in enumerate(self._lines(unit), start=unit.first):
             if number == 1:
-                lines = [line.removeprefix(b"\xef\xbb\xbf") for line in lines]
+                lines = [line.removeprefix(BOM) for line in lines]
             texts = []
             try:
                 for line in lines:
@@ -289,11 +122,18 @@ class PairFiles:
                     problem += f", but looks like {guess} (config.parallel.encoding)"
                 yield number, Fault(problem, file=len(texts))
                 continue
-            if number == 1 and self._has_header:
-                continue
-            yield number, parse[self.format](texts)
+            if self.format == "jsonl":
+                yield number, parse_object(texts[0], self.encoding)
+            elif self.format == "parallel":
+                yield number, dict(zip(self.columns, texts, strict=True))
+            elif number > 1 or not self._has_header:
+                cells, needed = texts[0].split("\t"), max(self._places[:2]) + 1
+                named = zip(self.columns, self._places, strict=True)
+                row = {name: cells[place] for name, place in named if place < len(cells)}
+                short = Fault(f"has {len(cells)} columns but needs {needed}")
+                yield number, row if len(cells) >= needed else short
 
-    def _lines(self, unit: PairUnit) -> Iterator[tuple[bytes, ...]]:
+    def _lines(self, unit: LineUnit) -> Iterator[tuple[bytes, ...]]:
         with contextlib.ExitStack() as stack:
             found = []
             for path, start in zip(self.paths, unit.starts, strict=True):
@@ -314,24 +154,9 @@ class PairFiles:
             return tuple(map(int, self.columns))
         path = self.paths[0]
         with open_bytes(path) as file:
-            header = file.readline().removeprefix(b"\xef\xbb\xbf").decode(self.encoding, "replace")
+            header = file.readline().removeprefix(BOM).decode(self.encoding, "replace")
         header = header.rstrip("\r\n").split("\t")
         return _find_columns(path, header, self.columns)
-
-    def _parse_tsv(self, texts: list[str]) -> tuple[str, ...] | Fault:
-        cells, (source, target, *further) = texts[0].split("\t"), self._places
-        if len(cells) <= max(source, target):
-            return Fault(f"has {len(cells)} columns but needs {max(source, target) + 1}")
-        there = [cells[place] for place in further if place < len(cells)]
-        return cells[source], cells[target], *of_words(there)
-
-    def _parse_jsonl(self, texts: list[str]) -> tuple[str, ...] | Fault:
-        row = parse_object(texts[0], self.encoding)
-        return row if isinstance(row, Fault) else of_row(row, self.columns, self.targets)
-
-
-def _parse_parallel(texts: list[str]) -> tuple[str, ...]:
-    return texts[0], texts[1], *of_words(texts[2:])
 
 
 def _find_columns(path: Path, header: list[str], names: Sequence[str]) -> tuple[int, ...]:
@@ -347,59 +172,50 @@ def _find_columns(path: Path, header: list[str], names: Sequence[str]) -> tuple[
     return tuple(map(header.index, names))
 
 
-@dataclasses.dataclass(frozen=True)
-class PairCsv:
-    """A csv file. One process reads all of it, because cells may contain line breaks."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CsvRows(RowSource):
+    """Rows of a csv file. One process reads all of it, because cells may contain line breaks."""
 
-    name: str
-    fingerprint: str
-    path: Path
-    columns: tuple[str, ...]
-    targets: Targets
+    units: tuple[Unit, ...]
     encoding: str
-    units: tuple[PairUnit, ...]
 
-    @property
-    def files(self) -> set[Path]:
-        """The file."""
-        return {self.path}
+    def files_of(self, unit: Unit) -> set[Path]:
+        """Returns the file."""
+        return set(unit.parts)
 
     def place(self, number: int, text: int = 0) -> Location:
-        """Returns the file and the first line of a pair, for errors."""
+        """Returns the file and the first line of a row, for errors."""
         del text  # all texts are in the row
-        return Location(self.path, number)
+        return Location(self.units[0].parts[0], number)
 
-    def pairs(self, unit: PairUnit) -> Pairs:
-        """Yields (line, texts or the fault).
+    def rows(self, unit: Unit) -> Iterator[tuple[int, dict[str, str] | Fault]]:
+        """Yields (line, row or the fault).
 
         Raises:
           DataError: the file cannot be read, lacks a column or has an unclosed quotation mark.
         """
-        del unit
+        (path,) = unit.parts
         form = TableFormat("csv", encoding=self.encoding, escape=True)
-        header, rows = OPENERS["csv"](self.path, form, "")
+        header, rows = OPENERS["csv"](path, form, "")
         if all(name.isdecimal() for name in self.columns):  # no header line
             rows = itertools.chain([(1, header)], rows)
             header = list(map(str, range(len(header))))
-        places = _find_columns(self.path, list(header), self.columns)
+        places = _find_columns(path, header, self.columns)
         for line, cells in rows:
             if not isinstance(cells, Fault):
                 row = {name: cells[place] for name, place in zip(self.columns, places, strict=True)}
                 escapes = (describe_escapes(text, self.encoding) for text in row.values())
                 problem = next(filter(None, escapes), "")
-                cells = Fault(problem) if problem else of_row(row, self.columns, self.targets)
+                cells = Fault(problem) if problem else row
             yield line, cells
 
 
-PairSource = PairFiles | PairCsv | PairRows | PairParquet
-
-
-def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") -> PairSource:
+def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") -> RowSource:
     """Opens a source such as "parallel:train.de,train.en" without reading it completely.
 
     Args:
-      targets: "one" rejects additional targets, "first" ignores them, "all" returns them. Columns
-        after the second are read for "all" only.
+      targets: see `row_sources.Targets`. Columns after the second are read for "all", "each" and
+        "scored" only, and `section.score_column` for "scored".
 
     Raises:
       DataError: the kind is unknown, a file or column does not exist, a file is not text, or
@@ -413,13 +229,33 @@ def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") ->
             value=spec,
         )
     columns = section.columns or DEFAULT_COLUMNS.get(kind, ())
-    columns = columns if targets == "all" else columns[:2]
+    if targets in ("one", "first"):
+        columns = columns[:2]
+    elif targets == "scored":
+        columns = (*columns, section.score_column)
     if kind == "tfds":
-        return open_tfds(rest, columns, targets)
+        return indexed_rows.open_tfds_pairs(rest, columns, targets)
     if kind == "parquet":
-        return open_parquet(rest, columns, targets)
+        paths = find_files(rest, "config.parallel.source")
+        named = "config.parallel.columns"
+        numbers = columns[-1:] if targets == "scored" else ()
+        return parquet_files.open_columns(
+            spec, paths, columns, named, lists=True, numbers=numbers, targets=targets
+        )
     paths = tuple(Path(storage.expand(name.strip())) for name in rest.split(","))
-    _check_files(spec, kind, len(paths), targets)
+    expected = 2 if kind == "parallel" else 1
+    if len(paths) < expected or (len(paths) > expected and kind != "parallel"):
+        needed = "two, separated by a comma" if kind == "parallel" else "one"
+        problem = f"'{spec}' has {len(paths)} files, but {kind} needs {needed}."
+        raise DataError(problem, value=spec)
+    if len(paths) > expected and targets in ("one", "each"):
+        raise DataError(
+            f"'{spec}' has {len(paths)} files, but training data has one target. Use additional "
+            "references only in config.parallel.validation_source and "
+            "config.decoding.test_sources.",
+            field="config.parallel.validation_source",
+            value=spec,
+        )
     paths = paths if targets == "all" else paths[:2]
     for path in paths:
         if not path.is_file():
@@ -428,34 +264,23 @@ def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") ->
     root = Path(os.path.commonpath([path.absolute().parent for path in paths]))
     encoding = codecs.lookup(section.encoding).name
     how = f"{kind} {','.join(columns)} {encoding}"
-    prints = fingerprint_files([path.absolute() for path in paths], root, how)
+    fields = {
+        "name": spec,
+        "fingerprint": fingerprint_files([path.absolute() for path in paths], root, how),
+        "columns": tuple(map(str, range(len(paths)))) if kind == "parallel" else columns,
+        "targets": targets,
+        "encoding": encoding,
+    }
+    # Both kinds of tables check the columns before workers start.
     if kind == "csv":
-        units = (PairUnit(1, 0, (), paths[0].stat().st_size),)
-        opened = PairCsv(spec, prints, paths[0], columns, targets, encoding, units)
-        next(opened.pairs(units[0]), None)  # checks the columns before workers start
+        unit = Unit(paths, paths[0].stat().st_size)
+        opened = CsvRows(units=(unit,), **fields)
+        next(opened.rows(unit), None)
         return opened
-    opened = PairFiles(spec, prints, paths, kind, columns, targets, encoding)
+    opened = LineRows(paths=paths, format=kind, **fields)
     if kind == "tsv":
-        _ = opened._places  # checks the columns before workers start
+        _ = opened._places
     return opened
-
-
-def _check_files(spec: str, kind: str, count: int, targets: Targets) -> None:
-    expected = 2 if kind == "parallel" else 1
-    if count < expected or (count > expected and kind != "parallel"):
-        raise DataError(
-            f"'{spec}' has {count} files, but {kind} needs "
-            f"{'two, separated by a comma' if expected == 2 else 'one'}.",
-            value=spec,
-        )
-    if count > expected and targets == "one":
-        raise DataError(
-            f"'{spec}' has {count} files, but training data has one target. Use additional "
-            "references only in config.parallel.validation_source and "
-            "config.decoding.test_sources.",
-            field="config.parallel.validation_source",
-            value=spec,
-        )
 
 
 def _mark_lines(path: Path) -> tuple[list[int], int]:

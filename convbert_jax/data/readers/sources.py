@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from convbert_jax.config import DataSection
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.readers import indexed_rows, parquet_files, text_files
-from convbert_jax.data.readers.text_files import UnitFiles, clean
+from convbert_jax.data.readers.text_files import Unit, UnitFiles, clean, group_units
 
 SOURCE_BYTES = 24_000_000  # of Python source; about a fifth of it is docstrings
 UNIT_SOURCE_BYTES = 6_000_000
@@ -33,25 +33,19 @@ DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclasses.dataclass(frozen=True)
-class Modules:
-    paths: tuple[str, ...]
-    size: int  # bytes of text, estimated
-
-
-@dataclasses.dataclass(frozen=True)
 class Docstrings(UnitFiles):
     name: str
     fingerprint: str
-    units: tuple[Modules, ...]
+    units: tuple[Unit, ...]
 
-    def files_of(self, unit: Modules) -> set[Path]:
+    def files_of(self, unit: Unit) -> set[Path]:
         """Returns the files of one unit."""
-        return set(map(Path, unit.paths))
+        return set(map(Path, unit.parts))
 
-    def documents(self, unit: Modules, tally: Counter | None = None) -> Iterator[str]:
+    def documents(self, unit: Unit, tally: Counter | None = None) -> Iterator[str]:
         """Yields docstrings without doctests and without duplicates within the unit."""
         seen = set()
-        for path in unit.paths:
+        for path in unit.parts:
             for text in _docstrings(Path(path).read_bytes()):
                 text = DOCTEST.sub("", "\n".join(map(str.strip, text.split("\n"))))
                 if len(text.strip()) >= SHORTEST and text not in seen:
@@ -64,20 +58,17 @@ def open_docstrings(rest: str, section: DataSection) -> Docstrings:
     del rest, section
     folders = sysconfig.get_paths()
     modules = [*_modules(Path(folders["stdlib"]), ()), *_modules(Path(folders["purelib"]), PROSE)]
-    units, group, size, total = [], [], 0, 0
+    parts, total = [], 0
     digest = hashlib.sha256(f"docstrings {sys.version}".encode())
     for name, path, length in modules:
         if total + length > SOURCE_BYTES:
             break
         digest.update(f"{name} {length}\n".encode())
-        group.append(str(path))
-        size, total = size + length, total + length
-        if size > UNIT_SOURCE_BYTES:
-            units.append(Modules(tuple(group), size // 5))
-            group, size = [], 0
-    if group:
-        units.append(Modules(tuple(group), size // 5))
-    return Docstrings("docstrings", digest.hexdigest(), tuple(units))
+        parts.append((str(path), length))
+        total += length
+    groups = group_units(parts, UNIT_SOURCE_BYTES + 1)
+    units = tuple(Unit(group.parts, group.size // 5) for group in groups)
+    return Docstrings("docstrings", digest.hexdigest(), units)
 
 
 def _modules(root: Path, first: tuple[str, ...]) -> list[tuple[str, Path, int]]:
@@ -183,9 +174,8 @@ def refuse_shared_text(source, validation, *, section: str) -> None:
         return
     what = f"reads {shared[0]}, which is part of" if shared else "has the same text as"
     raise DataError(
-        f"config.{section}.validation_source='{validation.name}' {what} the training data "
-        f"config.{section}.source='{source.name}'. Use other files, or leave it empty to hold out "
-        f"config.{section}.heldout_fraction of the training data.",
+        f"{what} the training data config.{section}.source='{source.name}'. Use other files, or "
+        f"leave it empty to hold out config.{section}.heldout_fraction of the training data.",
         field=f"config.{section}.validation_source",
         value=validation.name,
     )

@@ -12,7 +12,7 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,18 @@ from absl import logging
 
 from convbert_jax.config import DataSection
 from convbert_jax.data.errors import DataError, shorten
-from convbert_jax.data.readers.tables import (
+from convbert_jax.data.readers.encodings import SAMPLE_BYTES, guess_encoding
+from convbert_jax.data.readers.rows import (
     ABSENT,
+    UTF16,
     BadRows,
     TableFormat,
+    ending_of,
     find_value,
     list_columns,
-    read_table,
-)
-from convbert_jax.data.readers.text_lines import (
-    SAMPLE_BYTES,
-    guess_encoding,
     open_bytes,
     read_errors,
+    read_table,
 )
 
 LONGEST = 1_000_000  # characters of a document; longer documents are split
@@ -43,6 +42,8 @@ MOST_UNITS = 512  # limits the number of shards: larger corpora get larger units
 class UnitFiles:
     """A source whose units are read from files."""
 
+    name: str
+    fingerprint: str
     units: Sequence[Any]
 
     def files_of(self, unit: Any) -> set[Path]:
@@ -55,9 +56,29 @@ class UnitFiles:
         return {path for unit in self.units for path in self.files_of(unit)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Consecutive parts of a source, and their bytes of text."""
+
+    parts: tuple[Any, ...]
+    size: int
+
+
 def unit_bytes(total: int) -> int:
     """Returns the size of a unit, in bytes, for a corpus of `total` bytes of text."""
     return max(UNIT_BYTES, -(-total // MOST_UNITS))
+
+
+def group_units(parts: Iterable[tuple[Any, int]], target: int) -> tuple[Unit, ...]:
+    """Groups consecutive (part, bytes) into units of at least `target` bytes."""
+    units, group, filled = [], [], 0
+    for part, size in parts:
+        group.append(part)
+        filled += size
+        if filled >= target:
+            units.append(Unit(tuple(group), filled))
+            group, filled = [], 0
+    return (*units, Unit(tuple(group), filled)) if group else tuple(units)
 
 
 def bad_places(data: bytes, encoding: str) -> int:
@@ -112,6 +133,7 @@ def cut_document(text: str, pieces: int) -> list[str]:
 
 
 BOM = b"\xef\xbb\xbf"
+_IS_UTF16 = "UTF-16, not UTF-8. Convert it (iconv -f UTF-16 -t UTF-8)."
 TABLES = ("csv", "tsv")
 BEGINNINGS = {
     b"PAR1": "parquet",
@@ -171,7 +193,7 @@ FORMATS = {
 
 def detect_format(path: Path, encoding: str) -> str:
     """Returns the format of a file by its suffix and first bytes, or "" if it is empty."""
-    ending = (path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix).lower()
+    ending = ending_of(path).lower()
     if ending[1:] in TABLES:
         return ending[1:]
     with read_errors(path), open_bytes(path) as file:
@@ -212,20 +234,14 @@ def refuse_other_kinds(path: Path) -> None:
             return  # damaged; the reader reports the place
     kind = next((kind for start, kind in BEGINNINGS.items() if head.startswith(start)), "")
     if kind:
-        advice = {
-            "parquet": f"Use parquet:{path}",
-            "gzip": "Rename it to end in .gz",
-        }
-        advice = "Unpack it" if packed else advice.get(kind, "Unpack it")
-        raise DataError(f"{path} is a {kind} file, not text. {advice}.", path=path)
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError(f"{path} is UTF-16, not UTF-8. Convert it (iconv -f UTF-16).", path=path)
+        advice = {"parquet": f"Use parquet:{path}", "gzip": "Rename it to end in .gz"}
+        fix = "Unpack it" if packed else advice.get(kind, "Unpack it")
+        raise DataError(f"{path} is a {kind} file, not text. {fix}.", path=path)
+    if head.startswith(UTF16):
+        raise DataError(_IS_UTF16, path=path)
     if head.count(0) > len(head) // 8:  # half of UTF-16 ASCII is zeros, which are valid UTF-8
-        raise DataError(
-            f"{path} is binary, or UTF-16 without a byte order mark. Convert it (iconv -f "
-            "UTF-16LE).",
-            path=path,
-        )
+        problem = "binary, or UTF-16 without a byte order mark. Convert it (iconv -f UTF-16LE)."
+        raise DataError(problem, path=path)
 
 
 def read_lines(file, start: int, stop: int, limit: int, encoding: str) -> Lines:
@@ -247,10 +263,8 @@ def read_lines(file, start: int, stop: int, limit: int, encoding: str) -> Lines:
                 decoder.decode(line)
                 cut = limit - len(decoder.getstate()[0])
             line, rest = line[:cut], line[cut:]
-        if offset == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise DataError(
-                f"{file.name} is UTF-16, not UTF-8. Convert it (iconv -f UTF-16).", path=file.name
-            )
+        if offset == 0 and line.startswith(UTF16):
+            raise DataError(_IS_UTF16, path=file.name)
         yield offset, line.removeprefix(BOM) if offset == 0 else line
         offset += len(line)
 
@@ -299,12 +313,6 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextUnit:
-    parts: tuple[Part, ...]
-    size: int
-
-
-@dataclasses.dataclass(frozen=True)
 class TextFiles(UnitFiles):
     name: str
     fingerprint: str
@@ -313,13 +321,13 @@ class TextFiles(UnitFiles):
     text_field: str
     encoding: str
     encoding_errors: str
-    units: tuple[TextUnit, ...]
+    units: tuple[Unit, ...]
 
-    def files_of(self, unit: TextUnit) -> set[Path]:
+    def files_of(self, unit: Unit) -> set[Path]:
         """Returns the files of one unit."""
         return {self.root / part.file for part in unit.parts}
 
-    def documents(self, unit: TextUnit, tally: Counter | None = None) -> Iterator[str]:
+    def documents(self, unit: Unit, tally: Counter | None = None) -> Iterator[str]:
         """Yields the documents of `unit` in the order of the files.
 
         Raises:
@@ -348,8 +356,8 @@ class TextFiles(UnitFiles):
             if self.format == "jsonl":
                 if len(data) >= limit // 2:  # longer lines were split after their middle
                     raise DataError(
-                        f"{self.root / part.file} is not jsonl: the line at byte {offset} is "
-                        f"longer than {limit // 2} bytes. Set config.data.format.",
+                        f"not jsonl: the line at byte {offset} is longer than {limit // 2} bytes. "
+                        "Set config.data.format.",
                         field="config.data.format",
                         path=self.root / part.file,
                     )
@@ -362,48 +370,36 @@ class TextFiles(UnitFiles):
             yield from clean(decode(data, self.encoding_errors, tally) or "")
 
     def _field(self, line: str, path: Path, offset: int) -> str:
+        """Returns the text of a JSON object; "" for null, which is skipped as in Parquet files."""
+        if not offset and line.lstrip().startswith("["):
+            raise DataError(
+                "a JSON list, not one object per line. Convert it, for example with jq -c '.[]' "
+                f"{path.name}.",
+                path=path,
+            )
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if not offset and line.lstrip().startswith("["):
-                raise DataError(_describe_list(path), path=path) from None
             raise DataError(
-                f"{path} has no JSON object at byte {offset}: {error}. Fix the file, or set "
+                f"no JSON object at byte {offset}: {error}. Fix the file, or set "
                 "config.data.format if it is not jsonl.",
                 field="config.data.format",
                 path=path,
             ) from None
-        if isinstance(record, list) and not offset:
-            raise DataError(_describe_list(path), path=path)
         field, is_object = self.text_field, isinstance(record, dict)
         text = find_value(record, field) if is_object else ABSENT
+        if text is None or isinstance(text, str):
+            return text or ""
+        problem = f"{shorten(repr(text), 40)} instead of text in '{field}' at byte {offset}"
         if text is ABSENT:
             names = list_columns(record) if is_object else type(record).__name__
-            raise DataError(
-                f"{path} has no field '{field}' at byte {offset} (found: {names}). "
-                "Set config.data.text_field.",
-                field="config.data.text_field",
-                value=field,
-                path=path,
-            )
-        if text is None:
-            return ""  # skipped, as in Parquet files
-        if not isinstance(text, str):
-            raise DataError(
-                f"{path} has {shorten(repr(text), 40)} instead of text in '{field}' at byte "
-                f"{offset}. Fix the file or set config.data.text_field.",
-                field="config.data.text_field",
-                value=field,
-                path=path,
-            )
-        return text
-
-
-def _describe_list(path: Path) -> str:
-    return (
-        f"{path} is a JSON list, not one object per line. Convert it, for example with "
-        f"jq -c '.[]' {path.name}."
-    )
+            problem = f"no field '{field}' at byte {offset} (found: {names})"
+        raise DataError(
+            f"{path} has {problem}. Fix the file or set config.data.text_field.",
+            field="config.data.text_field",
+            value=field,
+            path=path,
+        )
 
 
 def open_text(rest: str, section: DataSection) -> TextFiles:
@@ -540,20 +536,15 @@ def fingerprint_files(paths: list[Path], root: Path, how: str) -> str:
     return digest.hexdigest()
 
 
-def _units(paths: list[Path], root: Path, kind: str) -> tuple[TextUnit, ...]:
+def _units(paths: list[Path], root: Path, kind: str) -> tuple[Unit, ...]:
     sizes = [path.stat().st_size * (GZIP_RATIO if path.suffix == ".gz" else 1) for path in paths]
     target = unit_bytes(sum(sizes))
-    units, group, filled = [], [], 0
-    for path, size in zip(paths, sizes, strict=True):
-        for part in _parts(path, path.relative_to(root).as_posix(), size, kind, target):
-            group.append(part)
-            filled += part.size
-            if filled >= target:
-                units.append(TextUnit(tuple(group), filled))
-                group, filled = [], 0
-    if group:
-        units.append(TextUnit(tuple(group), filled))
-    return tuple(units)
+    parts = (
+        (part, part.size)
+        for path, size in zip(paths, sizes, strict=True)
+        for part in _parts(path, path.relative_to(root).as_posix(), size, kind, target)
+    )
+    return group_units(parts, target)
 
 
 def _parts(path: Path, name: str, size: int, kind: str, target: int) -> Iterator[Part]:

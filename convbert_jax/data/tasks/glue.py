@@ -14,9 +14,9 @@ from typing import Any
 
 from absl import logging
 
-from convbert_jax.data.errors import DataError
+from convbert_jax.data.errors import DataError, Location
 from convbert_jax.data.readers import indexed_rows
-from convbert_jax.data.readers.tables import BadRows, TableFormat, read_table
+from convbert_jax.data.readers.rows import BadRows, TableFormat, read_table
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask, LabelReader
 from convbert_jax.storage import expand
 
@@ -90,21 +90,14 @@ def read_file(path: Path, task: GlueTask, split: str) -> list[Example]:
             try:
                 label = labels.read(values[len(file.texts)])
             except ValueError as error:
-                raise DataError(f"{path} line {line} {error}.", line=line, path=path) from None
+                raise Location(path, line).error(f"{error}.") from None
         key = values[-1] if file.index else str(total - 1)
         examples.append(Example(key, texts, label))
-    _check_share(bad_rows, total, path)
+    if bad_rows.count > BAD_SHARE * (bad_rows.count + total):
+        problem = f"{bad_rows.count} unusable rows of {bad_rows.count + total}; the first: "
+        raise DataError(f"{problem}{bad_rows.first}. {_HINT}.", path=path)
     _warn_empty(examples, path)
     return examples
-
-
-def _check_share(bad_rows: BadRows, kept: int, path: Path) -> None:
-    if bad_rows.count > BAD_SHARE * (bad_rows.count + kept):
-        raise DataError(
-            f"{path} has {bad_rows.count} unusable rows of {bad_rows.count + kept}; the first: "
-            f"{bad_rows.first}. {_HINT}.",
-            path=path,
-        )
 
 
 def _warn_empty(examples: list[Example], place: Path) -> None:
@@ -151,8 +144,8 @@ def read_tfds(place: tuple[Path, str], task: GlueTask, split: str) -> list[Examp
     spelled = {label: index for index, label in enumerate(task.labels)}
     if names is not None and set(names) != set(task.labels):
         raise DataError(
-            f"{folder} has the labels {', '.join(names)}, not {', '.join(task.labels)}. Check that "
-            f"it is glue/{task.tfds}.",
+            f"labels {', '.join(names)}, not {', '.join(task.labels)}. Check that it is "
+            f"glue/{task.tfds}.",
             path=folder,
         )
     examples = []
@@ -178,9 +171,7 @@ def _splits(texts, label, train, validation, test, *, index="index") -> dict[str
 
 _SENTENCES = ("sentence1", "sentence2")
 _COLA = ("source", "is_acceptable", "mark", "sentence")
-_ENTAILMENT = {
-    "labels": ("entailment", "not_entailment"),
-}
+_ENTAILMENT = {"labels": ("entailment", "not_entailment")}
 _BINARY = ("0", "1")
 
 GLUE: dict[str, GlueTask] = {

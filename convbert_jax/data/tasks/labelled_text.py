@@ -16,10 +16,11 @@ from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.interfaces import FinetuneBatch
 
-KINDS = ("classification", "regression", "tagging")
+KINDS = ("classification", "multilabel", "regression", "tagging")
 # Default metrics of each kind; the first one selects the best checkpoint.
 DEFAULT_METRICS = {
     "classification": ("accuracy", "macro_f1"),
+    "multilabel": ("micro_f1", "macro_f1"),
     "regression": ("spearman", "pearson"),
     "tagging": ("span_f1", "accuracy"),
 }
@@ -29,8 +30,9 @@ DEFAULT_METRICS = {
 class Example:
     """A labeled text or pair of texts.
 
-    `label` is an index into the task's labels (classification), a number (regression), an index for
-    each word of `texts[0]`, which are joined by single spaces (tagging), or None if unknown.
+    `label` is an index into the task's labels (classification), sorted indices (multilabel), a
+    number (regression), an index for each word of `texts[0]`, which are joined by single spaces
+    (tagging), or None if unknown.
     """
 
     id: str  # unique in its split; the index that the GLUE server expects
@@ -120,6 +122,8 @@ class LabelReader:
         """Converts `value`; raises ValueError with a predicate for "FILE line N"."""
         if self._kind == "tagging":
             return tuple(self._lookup(tag) for tag in value)
+        if self._kind == "multilabel":
+            return tuple(sorted({self._lookup(label) for label in split_labels(value)}))
         if self._kind == "classification":
             return self._lookup(value)
         try:
@@ -139,6 +143,13 @@ class LabelReader:
             label = shorten(spell(value))
             raise ValueError(f"has the label {label!r}, which is not one of: {shown}")
         return index
+
+
+def split_labels(value: Any) -> list[Any]:
+    """Returns the labels of a multilabel row: a list, or a text with labels separated by |."""
+    if isinstance(value, list):
+        return value
+    return [label for label in spell(value).split("|") if label.strip()]
 
 
 def spell(value: Any) -> str:
@@ -241,7 +252,11 @@ def encode_words(
     without tokens becomes [UNK]. Words that do not fit are dropped.
     """
     special = tokenizer.special
-    flat = _encode_all(tokenizer, [word for sentence in sentences for word in sentence])
+    space = " " if tokenizer.keeps_spaces else ""
+    flat = _encode_all(
+        tokenizer,
+        [(space if i else "") + word for sentence in sentences for i, word in enumerate(sentence)],
+    )
     pieces, words, labels, truncated, place = [], [], [], 0, 0
     for sentence, tagged in zip(sentences, tags, strict=True):
         ids, begins = [special.cls], [IGNORED]

@@ -5,7 +5,7 @@ import glob
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from absl import logging
 
 from convbert_jax.config.data import TaskSection
 from convbert_jax.data.errors import DataError, Location
-from convbert_jax.data.readers.tables import (
+from convbert_jax.data.readers.rows import (
     FORMATS,
     BadRows,
     TableFormat,
@@ -29,6 +29,7 @@ from convbert_jax.data.tasks.labelled_text import (
     LabelReader,
     is_unlabelled,
     spell,
+    split_labels,
 )
 
 _HINT = "Set config.task.texts and config.task.label, or config.task.columns"
@@ -96,8 +97,7 @@ class Reader:
         examples = self._waiting.pop(split)
         if not examples:
             raise DataError(
-                f"config.task.heldout_fraction={self._section.heldout_fraction} leaves no {split} "
-                "rows. Change it, or set config.task.validation to a file.",
+                f"leaves no {split} rows. Change it, or set config.task.validation to a file.",
                 field="config.task.heldout_fraction",
                 value=self._section.heldout_fraction,
             )
@@ -110,7 +110,9 @@ class Reader:
             return {"train": examples}
         splits: dict[str, list[Example]] = {"train": [], "validation": []}
         for example in examples:
-            held_out = _is_held_out(example, fraction)
+            # By a hash of the texts, so duplicates of a text are in the same split.
+            digest = hashlib.blake2b("\0".join(example.texts).encode(), digest_size=8).digest()
+            held_out = int.from_bytes(digest) < fraction * 2**64
             splits["validation" if held_out else "train"].append(example)
         return splits
 
@@ -121,9 +123,7 @@ class Reader:
             try:
                 label = None if row.label is None else reader.read(row.label)
             except ValueError as error:
-                raise DataError(
-                    f"{row.place} {error}.", path=row.place.path, line=row.place.line
-                ) from None
+                raise row.place.error(f"{error}.") from None
             examples.append(Example(row.id, row.texts, label))
         return examples
 
@@ -156,8 +156,12 @@ class Reader:
                 place = Location(part.shown, line)
                 if identity and ids.setdefault(row_id, place) != place:
                     twice.append(f"'{row_id}' in {place} and {ids[row_id]}")
-                texts = tuple(_text(field) for field in fields[: len(section.texts)])
-                found.append(Row(place, row_id, texts, None if is_unlabelled(label) else label))
+                texts = tuple(
+                    " ".join(field) if isinstance(field, list) else field.strip()
+                    for field in fields[: len(section.texts)]
+                )
+                known = label if _is_labelled(section, label) else None
+                found.append(Row(place, row_id, texts, known))
             skipped += bad_rows.count
         if twice:
             logging.warning(
@@ -169,9 +173,7 @@ class Reader:
             )
         if not found:
             raise DataError(
-                f"{parts[0].shown} has no usable rows. Check config.task.",
-                field="config.task",
-                path=parts[0].shown,
+                "has no usable rows. Check config.task.", field="config.task", path=parts[0].shown
             )
         return found
 
@@ -179,13 +181,10 @@ class Reader:
 def _list_labels(section: TaskSection, values: Sequence[Any]) -> tuple[str, ...]:
     """Returns the sorted labels of the training rows."""
     if not section.train:
-        raise DataError(
-            "config.task.labels and config.task.train are empty, so the labels are unknown. Set "
-            "config.task.labels.",
-            field="config.task.labels",
-        )
-    tagging = section.kind == "tagging"
-    labels = tuple(sorted({spell(v) for value in values for v in (value if tagging else [value])}))
+        problem = "config.task.labels and config.task.train are empty, so the labels are unknown."
+        raise DataError(f"{problem} Set config.task.labels.", field="config.task.labels")
+    split = {"tagging": list, "multilabel": split_labels}.get(section.kind, lambda value: [value])
+    labels = tuple(sorted({spell(label) for value in values for label in split(value)}))
     if len(labels) < 2:
         raise DataError(
             f"The training rows of {section.name} need at least 2 labels but have {len(labels)} in "
@@ -196,12 +195,6 @@ def _list_labels(section: TaskSection, values: Sequence[Any]) -> tuple[str, ...]
     shown = ", ".join(labels[:8]) + (", …" if labels[8:] else "")
     logging.info("%s: %d labels in the training rows: %s.", section.name, len(labels), shown)
     return labels
-
-
-def _is_held_out(example: Example, fraction: float) -> bool:
-    """Decides by a hash of the texts, so duplicates of a text are in the same split."""
-    digest = hashlib.blake2b("\0".join(example.texts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest) < fraction * 2**64
 
 
 def _without_hidden_labels(rows: Sequence[Row]) -> list[Row]:
@@ -222,7 +215,7 @@ def _without_hidden_labels(rows: Sequence[Row]) -> list[Row]:
 
 def _is_minus_one(label: Any) -> bool:
     tags = label if isinstance(label, list) else [label]
-    return all(_as_number(tag) == -1 for tag in tags)
+    return bool(tags) and all(_as_number(tag) == -1 for tag in tags)
 
 
 def _as_number(label: Any) -> float:
@@ -242,10 +235,6 @@ def form_of(section: TaskSection, part: Part) -> TableFormat:
         encoding=section.encoding,
         hint=_HINT,
     )
-
-
-def _text(value) -> str:
-    return " ".join(value) if isinstance(value, list) else value.strip()
 
 
 def describe_problem(kind: str, names: Sequence[str], values: Sequence[Any]) -> str:
@@ -275,19 +264,26 @@ def describe_problem(kind: str, names: Sequence[str], values: Sequence[Any]) -> 
 
 def _problem(section: TaskSection, fields, label, optional: bool) -> str:
     """Like `describe_problem`, for a whole row."""
-    problem = describe_problem(section.kind, section.texts, fields[: len(section.texts)])
-    if problem:
+    if problem := describe_problem(section.kind, section.texts, fields[: len(section.texts)]):
         return problem
-    if is_unlabelled(label):
+    if not _is_labelled(section, label):
         return "" if optional else f"has no label in '{section.label}'"
-    if section.kind != "tagging" and isinstance(label, list | dict):
+    if section.kind == "tagging" and not isinstance(label, list):
+        return f"has no list of tags in '{section.label}'"
+    if section.kind == "tagging" and len(label) != len(fields[0]):
+        return f"has {len(label)} tags for {len(fields[0])} words"
+    if section.kind == "multilabel" and not isinstance(label, list | str):
+        return f"has {type(label).__name__} instead of a list of labels in '{section.label}'"
+    if section.kind in ("classification", "regression") and isinstance(label, list | dict):
         return f"has a {type(label).__name__} instead of one label in '{section.label}'"
-    if section.kind == "tagging":
-        if not isinstance(label, list):
-            return f"has no list of tags in '{section.label}'"
-        if len(label) != len(fields[0]):
-            return f"has {len(label)} tags for {len(fields[0])} words"
     return ""
+
+
+def _is_labelled(section: TaskSection, label: Any) -> bool:
+    """Returns whether a row has a label; a multilabel row may have an empty list or cell."""
+    if section.kind == "multilabel" and isinstance(label, list | str):
+        return True
+    return not is_unlabelled(label)
 
 
 SPLITS = ("train", "validation", "test")
@@ -299,16 +295,21 @@ def open_task(section: TaskSection) -> LabelledTask:
     Raises:
       DataError: invalid field, missing file, or an error in the training files.
     """
-    _check(section)
-    files = {split: getattr(section, split) for split in SPLITS}
-    parts = {split: _find(section, files[split]) for split in SPLITS if files[split]}
+    for field, value, problem in _faults(section):
+        raise DataError(problem, field=f"config.task.{field}", value=value)
+    parts = {split: _find(section, split) for split in SPLITS if getattr(section, split)}
+    if not parts:
+        raise DataError(
+            "config.task has no files. Set config.task.train, validation or test.",
+            field="config.task",
+        )
     _refuse_shared_files(parts)
     absent = {
         split: f"{section.name} has no {split} split: config.task.{split} is empty."
         for split in SPLITS
         if split not in parts
     }
-    if "train" in parts and not files["validation"] and section.heldout_fraction:
+    if "train" in parts and "validation" not in parts and section.heldout_fraction:
         del absent["validation"]
     section = _with_columns(section, next(iter(parts.values()))[0])
     reader = Reader(section, parts, *_parse_labels(section.labels))
@@ -345,79 +346,38 @@ def _with_columns(section: TaskSection, part: Part) -> TaskSection:
     )
 
 
-def _check(section: TaskSection) -> None:
+def _faults(section: TaskSection) -> Iterator[tuple[str, Any, str]]:
+    """Yields (field, value, problem) of invalid fields."""
     for field, choices in (
         ("kind", KINDS),
         ("format", ("auto", *FORMATS)),
         ("bad_rows", ("error", "skip")),
     ):
-        value = getattr(section, field)
-        if value not in choices:
-            raise DataError(
-                f"config.task.{field}='{value}' is unknown. Choose one of: {', '.join(choices)}.",
-                field=f"config.task.{field}",
-                value=value,
-            )
-    texts = len(section.texts)
-    if not 1 <= texts <= (1 if section.kind == "tagging" else 2):
+        if (value := getattr(section, field)) not in choices:
+            yield field, value, f"is unknown. Choose one of: {', '.join(choices)}."
+    count, named = len(section.texts), ",".join(section.texts)
+    if not 1 <= count <= (1 if section.kind == "tagging" else 2):
         allowed = "one column of words" if section.kind == "tagging" else "one or two columns"
-        raise DataError(
-            f"config.task.texts={','.join(section.texts)} must name {allowed}.",
-            field="config.task.texts",
-            value=",".join(section.texts),
-        )
-    if len(set(section.texts)) < texts:
-        raise DataError(
-            f"config.task.texts={','.join(section.texts)} contains a column twice.",
-            field="config.task.texts",
-            value=",".join(section.texts),
-        )
+        yield "texts", named, f"must name {allowed}."
+    if len(set(section.texts)) < count:
+        yield "texts", named, "contains a column twice."
     if not section.label:
-        raise DataError(
-            "config.task.label is empty. Set it to the column with the labels.",
-            field="config.task.label",
-        )
+        yield "label", "", "is empty. Set it to the column with the labels."
     if section.label in section.texts:
-        raise DataError(
-            f"config.task.label={section.label} is also in config.task.texts. Use another column "
-            "for the labels.",
-            field="config.task.label",
-            value=section.label,
-        )
-    if section.swap_pairs and texts != 2:
-        raise DataError(
-            "config.task.swap_pairs needs two columns in config.task.texts.",
-            field="config.task.swap_pairs",
-        )
+        problem = "is also in config.task.texts. Use another column for the labels."
+        yield "label", section.label, problem
+    if section.swap_pairs and count != 2:
+        yield "swap_pairs", True, "needs two columns in config.task.texts."
     if not 0 <= section.heldout_fraction < 1:
-        raise DataError(
-            f"config.task.heldout_fraction={section.heldout_fraction} must be at least 0 and below "
-            "1.",
-            field="config.task.heldout_fraction",
-            value=section.heldout_fraction,
-        )
+        yield "heldout_fraction", section.heldout_fraction, "must be at least 0 and below 1."
     if section.scale <= 0:
-        raise DataError(
-            f"config.task.scale={section.scale} must be greater than 0.",
-            field="config.task.scale",
-            value=section.scale,
-        )
-    if not any((section.train, section.validation, section.test)):
-        raise DataError(
-            "config.task has no files. Set config.task.train, validation or test.",
-            field="config.task",
-        )
+        yield "scale", section.scale, "must be greater than 0."
 
 
-def _list(value: str) -> list[str]:
-    return [part.strip() for part in value.split(",") if part.strip()]
-
-
-def _find(section: TaskSection, value: str) -> tuple[Part, ...]:
+def _find(section: TaskSection, split: str) -> tuple[Part, ...]:
     """Returns the files of a split in the order of its config field."""
     found = []
-    for name in _list(value):
-        name, _, key = name.partition("#")
+    for name, key in _names(section, split):
         folder, name = os.path.expanduser(section.folder), os.path.expanduser(name)
         pattern = os.path.join(folder, name)
         paths = [pattern]
@@ -426,13 +386,24 @@ def _find(section: TaskSection, value: str) -> tuple[Part, ...]:
         if paths == [pattern] and not os.path.isfile(pattern):
             paths = [f"{pattern}.gz"]
         if not paths or not all(map(os.path.isfile, paths)):
-            raise DataError(
-                _nothing_there(section, pattern), field="config.task.folder", path=pattern
-            )
+            problem = f"File {pattern} does not exist. Check config.task.folder and its splits."
+            if not section.folder and not os.path.isabs(pattern):
+                names = dict.fromkeys(name for each in SPLITS for name, _ in _names(section, each))
+                problem = (
+                    f"File {pattern} does not exist in the current folder. Set "
+                    f"--config.task.folder=FOLDER to the folder with {', '.join(names)} (or .gz)."
+                )
+            raise DataError(problem, field="config.task.folder", path=pattern)
         found += [Part(Path(path), key) for path in paths]
     if section.format == "parallel":
         return (Part(tuple(part.path for part in found), ""),)
     return tuple(found)
+
+
+def _names(section: TaskSection, split: str) -> list[tuple[str, str]]:
+    """Returns (file or glob, key) of each file that the config names for a split."""
+    parts = (part.strip().partition("#") for part in getattr(section, split).split(","))
+    return [(name, key) for name, _, key in parts if name or key]
 
 
 def _refuse_shared_files(parts: Mapping[str, tuple[Part, ...]]) -> None:
@@ -455,17 +426,6 @@ def _refuse_shared_files(parts: Mapping[str, tuple[Part, ...]]) -> None:
             )
 
 
-def _nothing_there(section: TaskSection, pattern: str) -> str:
-    if section.folder or os.path.isabs(pattern):
-        return f"File {pattern} does not exist. Check config.task.folder and its splits."
-    named = [part for split in SPLITS for part in _list(getattr(section, split))]
-    names = ", ".join(dict.fromkeys(name.partition("#")[0] for name in named))
-    return (
-        f"File {pattern} does not exist in the current folder. Set --config.task.folder=FOLDER to "
-        f"the folder with {names} (or .gz)."
-    )
-
-
 def _parse_labels(values: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Parses labels such as "0=negative", "1=positive" into (names, spellings)."""
     pairs = [item.partition("=") for item in values]
@@ -474,9 +434,6 @@ def _parse_labels(values: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
     for each in (spellings, names):
         twice = sorted({value for value in each if each.count(value) > 1})
         if twice:
-            raise DataError(
-                f"config.task.labels has '{twice[0]}' twice.",
-                field="config.task.labels",
-                value=twice[0],
-            )
+            problem = f"config.task.labels has '{twice[0]}' twice."
+            raise DataError(problem, field="config.task.labels", value=twice[0])
     return names, spellings

@@ -15,7 +15,7 @@ from absl import logging
 
 from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.readers.indexed_rows import all_rows, check_prepared, open_prepared
-from convbert_jax.data.readers.text_lines import open_bytes
+from convbert_jax.data.readers.rows import open_bytes
 from convbert_jax.data.tasks.labelled_text import Rows, pad_rows
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, cover
 from convbert_jax.storage import expand, parse_json
@@ -83,17 +83,11 @@ def read(version: str, split: str, folder: str | Path) -> list[Question]:
 def check_present(version: str, folder: str) -> None:
     """Raises DataError unless `folder` has the files of both splits; tfds:DIR is not checked."""
     if not folder:
-        raise DataError(
-            f"config.finetune.data is empty. {_how_to_name(version)}", field="config.finetune.data"
-        )
+        raise DataError(f"is empty. {_how_to_name(version)}", field="config.finetune.data")
     if not folder.startswith("tfds:"):
         if expand(folder).is_file():  # it would be used for both training and scoring
-            raise DataError(
-                f"config.finetune.data={folder} is one file, but training and scoring need two. "
-                f"{_how_to_name(version)}",
-                field="config.finetune.data",
-                value=folder,
-            )
+            problem = f"is one file, but training and scoring need two. {_how_to_name(version)}"
+            raise DataError(problem, field="config.finetune.data", value=folder)
         for split in STEMS:
             find_file(version, split, expand(folder))
 
@@ -127,9 +121,9 @@ def find_file(version: str, split: str, folder: Path) -> Path:
     others = [path for place in places for path in place.glob(f"{stem}*.json*") if path.is_file()]
     if not others:
         raise DataError(
-            f"{folder} and its subfolder {VERSIONS[version].number} have no {stem}.json or "
-            f"{stem}.json.gz. Add the official SQuAD file, or use tfds:DIR with a prepared TFDS "
-            "directory.",
+            f"no {stem}.json or {stem}.json.gz in this folder and its subfolder "
+            f"{VERSIONS[version].number}. Add the official SQuAD file, or use tfds:DIR with a "
+            "prepared TFDS directory.",
             path=folder,
         )
     chosen = max(others, key=lambda path: path.stat().st_size)
@@ -147,15 +141,14 @@ def read_file(path: Path) -> list[Question]:
         with open_bytes(path) as file:
             content = parse_json(file.read())
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read as JSON ({error}). Check the file.", path=path
-        ) from None
+        problem = f"cannot be read as JSON ({error}). Check the file."
+        raise DataError(problem, path=path) from None
     try:
         return list(_questions(content["data"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path} is not in SQuAD's format ({type(error).__name__}: {error}). Required fields: "
-            "data, paragraphs, context, qas, id, question, answers, text, answer_start.",
+            f"not in SQuAD's format ({type(error).__name__}: {error}). Required fields: data, "
+            "paragraphs, context, qas, id, question, answers, text, answer_start.",
             path=path,
         ) from None
 
@@ -238,9 +231,8 @@ def _from_tfds(directory: str, split: str) -> list[Question]:
     try:
         return [_from_row(row) for row in all_rows(rows, directory)]
     except KeyError as error:
-        raise DataError(
-            f"{directory} has no field {error}. Use a prepared squad or squad_v2.", path=directory
-        ) from None
+        problem = f"no field {error}. Use a prepared squad or squad_v2."
+        raise DataError(problem, path=directory) from None
 
 
 def _from_row(row: Mapping[str, Any]) -> Question:
@@ -264,11 +256,8 @@ def _check(questions: Sequence[Question], version: str, split: str, name) -> Non
         raise DataError(f"{name} has no questions.")
     impossible = sum(question.impossible for question in questions)
     if impossible and not VERSIONS[version].impossible:
-        raise DataError(
-            f"{name} has {impossible} impossible questions, so it is SQuAD 2.0. Use "
-            "configs/squad.py:v2.",
-            value=impossible,
-        )
+        problem = f"{name} has {impossible} impossible questions, so it is SQuAD 2.0."
+        raise DataError(f"{problem} Use configs/squad.py:v2.", value=impossible)
     if VERSIONS[version].impossible and not impossible:
         logging.warning("%s has no impossible questions; it may be SQuAD 1.1.", name)
     if len({question.id for question in questions}) < len(questions):
@@ -355,9 +344,8 @@ def make_windows(
     """
     if length < query + 4:
         raise DataError(
-            f"Rows of {length} tokens are too short for a question of {query} and its context. "
-            f"Set config.finetune.length to {query + 4} or more, or reduce "
-            "config.finetune.query_length.",
+            f"is too short for a question of {query} tokens and its context. Set it to {query + 4} "
+            "or more, or reduce config.finetune.query_length.",
             field="config.finetune.length",
             value=length,
         )

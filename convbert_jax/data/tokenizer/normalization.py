@@ -56,16 +56,17 @@ def choose_normalization(
       is_generative: whether the model generates text, which keeps its case and character width.
 
     Returns:
-      `section` with accents kept. Text is lowercased unless the model is generative or more than
-      the share `RARE` of the letters are `CASED_LETTERS`.
+      `section` with accents kept. Text is lowercased unless the kind is byte-level BPE, the model
+      is generative or more than the share `RARE` of the letters are `CASED_LETTERS`.
     """
     letters = sum(sum(map(str.isalpha, text)) for text in sample)
     cased = sum(text.count(letter) for text in sample for letter in CASED_LETTERS)
     form = "identity"  # BERT's normalization has no Unicode form
+    lossy = section.kind != "bpe"  # byte-level BPE keeps text as it is
     if section.kind == "sentencepiece":
         form = "nfc" if is_generative else "nfkc"
     chosen = {
-        "lowercase": not is_generative and cased <= RARE * letters,
+        "lowercase": lossy and not is_generative and cased <= RARE * letters,
         "strip_accents": False,
         "normalization": form,
     }
@@ -130,13 +131,13 @@ def refuse_lost_letters(section: TokenizerSection, sample: Sequence[str]) -> Non
 def told_normalization(tokenizer) -> dict[str, bool | str]:
     """Detects the fields of config.tokenizer (case, accents, Unicode form) of a vocabulary.
 
-    A SentencePiece model contains its normalization. In a list of entries, cased and accented
-    entries are the evidence, because they are unusable if the text is lowercased or stripped of
-    accents. A cased list may have only a few accented entries.
+    SentencePiece and byte-level BPE files contain their normalization. In a list of entries, cased
+    and accented entries are the evidence, because they are unusable if the text is lowercased or
+    stripped of accents. A cased list may have only a few accented entries.
     """
     if tokenizer.kind == "pieces":
         return {"lowercase": False, "strip_accents": False, "normalization": "identity"}
-    if tokenizer.kind == "sentencepiece":
+    if tokenizer.kind in ("sentencepiece", "bpe"):
         form = "identity"
         if tokenizer.normalize("\uff12") == "2":
             form = "nfkc"
@@ -215,7 +216,7 @@ def check_tokenizer(tokenizer, sample: Sequence[str]) -> None:
     if tokenizer.section.path:  # vocabularies trained here need no further checks
         faults = [
             *_file_faults(tokenizer),
-            *_entry_faults(tokenizer.entries),
+            *([] if tokenizer.kind == "bpe" else _entry_faults(tokenizer.entries)),
             *faults,
             *_normalization_faults(tokenizer, sample),
         ]
@@ -284,10 +285,6 @@ def _is_utf8(encoded: bytes) -> bool:
 
 def _special_faults(tokenizer) -> list[tuple[str, str]]:
     ids = tokenizer.special.by_name
-    if ids["cls"] == ids["pad"]:  # as in T5, see sentencepiece_model.py
-        ids = {role: index for role, index in ids.items() if role != "cls"}
-    if len(set(ids.values())) < len(ids):
-        return [("special tokens share an id", _undamaged(tokenizer.entries))]
     moved = [
         f"{tokenizer.entries[ids[role]]} is {ids[role]}"
         for role, usual in _expected_ids(tokenizer.entries).items()

@@ -73,6 +73,11 @@ def normalizer(section: TokenizerSection) -> Callable[[str], str]:
     return str
 
 
+def split_piece(entry: str) -> tuple[bool, str]:
+    """Returns whether an entry ends a word, which this kind marks instead, and its text."""
+    return not entry.endswith(CONTINUES), entry.removesuffix(CONTINUES)
+
+
 def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
     """Raises TokenizerError, because this kind of vocabulary cannot be trained here."""
     raise TokenizerError(

@@ -338,5 +338,10 @@ def _compositions(form: str) -> Iterator[tuple[str, str]]:
             yield base + voicing, whole
 
 
+def split_piece(entry: str) -> tuple[bool, str]:
+    """Returns whether an entry begins a word, and its text."""
+    return entry.startswith(SPACE), entry.replace(SPACE, " ").strip()
+
+
 def _spell(text: str) -> str:
     return " ".join(f"{ord(c):X}" for c in text)

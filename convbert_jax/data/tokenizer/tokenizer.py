@@ -1,4 +1,4 @@
-"""The `Tokenizer` of SentencePiece, WordPiece and pre-tokenized vocabularies.
+"""The `Tokenizer` of SentencePiece, WordPiece, byte-level BPE and pre-tokenized vocabularies.
 
 Text is never encoded as a special token: "[MASK]" in a document becomes ordinary pieces.
 Normalization (lower case, accents) is part of the tokenizer, so it is the same in training and
@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 import socket
 import sys
 import time
@@ -24,7 +25,12 @@ from absl import logging
 from convbert_jax import console, storage
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import TokenizerError
-from convbert_jax.data.tokenizer import pieces_model, sentencepiece_model, wordpiece_model
+from convbert_jax.data.tokenizer import (
+    bpe_model,
+    pieces_model,
+    sentencepiece_model,
+    wordpiece_model,
+)
 from convbert_jax.data.tokenizer.normalization import (
     check_tokenizer,
     choose_normalization,
@@ -104,9 +110,10 @@ def _next(places: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 KINDS = {
     "sentencepiece": sentencepiece_model,
     "wordpiece": wordpiece_model,
+    "bpe": bpe_model,
     "pieces": pieces_model,
 }
-_SUFFIXES = {".model": "sentencepiece", pieces_model.SUFFIX: "pieces"}  # others: wordpiece
+_SUFFIXES = {".model": "sentencepiece", pieces_model.SUFFIX: "pieces"}
 LOST_SHARE = 0.001  # warns if a larger share of the characters cannot be generated
 SETTINGS = "tokenizer_settings.json"  # written last, so it marks finished training
 SETTINGS_FIELDS = {
@@ -128,13 +135,13 @@ class Tokenizer:
     """A vocabulary file with its settings; picklable, the vocabulary is loaded lazily.
 
     Attributes:
-      kind: "sentencepiece", "wordpiece" or "pieces".
+      kind: "sentencepiece", "wordpiece", "bpe" or "pieces".
       path: the vocabulary file (`*.model`, `vocab.txt`, `tokenizer.json` or `*.pieces`).
       section: the settings of the vocabulary; "auto" is replaced by the settings of the file.
       vocab_size: number of ids.
       special: ids of [PAD], [UNK], [CLS], [SEP] and [MASK], and of sentinels if there are any.
-      fingerprint: sha256 of the file and, for WordPiece, of the normalization settings (a
-        SentencePiece model contains them).
+      fingerprint: sha256 of the file and, for WordPiece, of the normalization settings (other
+        files contain them).
     """
 
     def __init__(self, section: TokenizerSection, path: Path):
@@ -163,9 +170,9 @@ class Tokenizer:
                 path=self.path,
             ) from None
         section = self.section
-        settings = ["pieces" if self.kind == "pieces" else "sentencepiece"]
+        settings = [self.kind]
         if self.kind == "wordpiece":
-            settings = [self.kind, section.lowercase, section.strip_accents, section.max_word_chars]
+            settings += [section.lowercase, section.strip_accents, section.max_word_chars]
         return hashlib.sha256(content + json.dumps(settings).encode()).hexdigest()
 
     @functools.cached_property
@@ -266,21 +273,36 @@ class Tokenizer:
         """Returns the vocabulary entry of each id."""
         return [self.entries[i] for i in ids]
 
+    def split_piece(self, index: int) -> tuple[bool, str]:
+        """Returns whether the token begins a word or is special, and its text without marks."""
+        begins, text = KINDS[self.kind].split_piece(self.entries[index])
+        return begins or index in self.special.by_name.values(), text
+
+    @property
+    def keeps_spaces(self) -> bool:
+        """Whether tokens contain all white space of a text, as in byte-level BPE."""
+        return self.kind == "bpe"
+
+    def split_lines(self, text: str) -> list[str]:
+        """Splits a document into lines with text, which are encoded one by one.
+
+        A line includes the white space after it if the vocabulary keeps spaces.
+        """
+        if self.keeps_spaces:
+            return [line for line in re.split(r"(?<=\n)(?=\S)", text) if line.strip()]
+        return [line for line in text.split("\n") if line.strip()]
+
     @property
     def begins_word(self) -> np.ndarray:
         """[vocab_size] int32 that counts words: 1 for one entry per word, else 0.
 
-        It is 1 for word-initial entries (marked by SentencePiece; unmarked in WordPiece) and, for
-        kind "pieces", for word-final entries. Special tokens are 0. WordPiece does not encode
-        spaces, so each punctuation mark counts as a word and its counts differ from other kinds.
+        It is 1 for word-initial entries (marked by SentencePiece and byte-level BPE; unmarked in
+        WordPiece) and, for kind "pieces", for word-final entries. Special tokens are 0. WordPiece
+        does not encode spaces, so each punctuation mark counts as a word and its counts differ from
+        other kinds. Byte-level BPE does not count the first word of a document.
         """
         special = set(self.special.by_name.values()) - {self.special.unknown}
-        if self.kind == "sentencepiece":
-            begins = [entry.startswith("\u2581") for entry in self.entries]
-        elif self.kind == "pieces":
-            begins = [not entry.endswith(pieces_model.CONTINUES) for entry in self.entries]
-        else:
-            begins = [not entry.startswith("##") for entry in self.entries]
+        begins = [KINDS[self.kind].split_piece(entry)[0] for entry in self.entries]
         return np.array([b and i not in special for i, b in enumerate(begins)], np.int32)
 
     def normalize(self, text: str) -> str:
@@ -311,7 +333,8 @@ def train_tokenizer(texts: Iterable[str], section: TokenizerSection, directory: 
 
     "auto" settings are chosen as for an empty sample. The same texts give the same file on any
     number of cores. On failure, no files remain.
-    Memory: SentencePiece's unigram trainer needs about 20 MB per MB of text, WordPiece 4 MB.
+    Memory: SentencePiece's unigram trainer needs about 20 MB per MB of text, byte-level BPE 12 MB
+    and WordPiece 4 MB.
 
     Raises:
       TokenizerError: the texts do not support this size; the message has a size that they do.
@@ -364,6 +387,13 @@ def make_tokenizer(
         tokenizer = train_tokenizer(sample(section.train_megabytes * 1_000_000), section, directory)
         logging.info("Trained %s in %.0f s.", tokenizer.path, time.monotonic() - started)
     check_tokenizer(tokenizer, checked)
+    if not is_generative and tokenizer.special.mask == tokenizer.special.pad:
+        raise TokenizerError(
+            f"{tokenizer.path} has no mask token, which an encoder needs. Add [MASK] to its "
+            "added_tokens as a special token.",
+            field="config.tokenizer.path",
+            path=tokenizer.path,
+        )
     return tokenizer
 
 
@@ -375,7 +405,7 @@ def describe_tokenizer(section: TokenizerSection) -> dict[str, Any]:
 def training_settings(section: TokenizerSection) -> dict:
     """Returns the fields of `section` that affect a trained vocabulary."""
     names = ["kind", "vocab_size", "lowercase", "strip_accents", "normalization"]
-    names += ["algorithm"] if section.kind == "sentencepiece" else ["max_word_chars"]
+    names += {"sentencepiece": ["algorithm"], "wordpiece": ["max_word_chars"]}.get(section.kind, [])
     names += ["sentinels"] if section.sentinels else []  # older settings files lack this field
     return {name: getattr(section, name) for name in [*names, "train_megabytes"]}
 
@@ -446,6 +476,9 @@ def _resolve(section: TokenizerSection, path: Path) -> TokenizerSection:
 
 
 def _kind_of(path: Path) -> str:
+    is_json = path.suffix == ".json" and path.is_file()
+    if is_json and bpe_model.is_byte_level(wordpiece_model.read_json(path)):
+        return "bpe"
     return _SUFFIXES.get(path.suffix, "wordpiece")
 
 

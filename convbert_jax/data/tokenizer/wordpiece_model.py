@@ -21,8 +21,9 @@ from convbert_jax.interfaces import sentinel_names
 FILE = "tokenizer.json"
 SPECIAL = {"pad": "[PAD]", "unknown": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 MOST_IDS = 1 << 24  # larger ids are rejected as damage
+INSIDE = "##"  # prefix of an entry that continues a word
 MAX_WORD_CHARS = 100  # default of a tokenizer.json, as in `tokenizers`
-REMEDY = "restore a copy, or check config.tokenizer.path: it must be a WordPiece tokenizer.json"
+REMEDY = "restore a copy of this tokenizer.json, or check config.tokenizer.path"
 ALPHABET = 1000  # most frequent characters with an entry, if they fit; others are unknown
 COVERAGE = 0.9995  # minimum share of the characters of the text that have an entry
 
@@ -189,6 +190,11 @@ def build_pipeline(
     return tokenizer
 
 
+def split_piece(entry: str) -> tuple[bool, str]:
+    """Returns whether an entry begins a word, and its text."""
+    return not entry.startswith(INSIDE), entry.removeprefix(INSIDE)
+
+
 def read_settings(path: Path) -> dict[str, bool | int]:
     """Reads the fields of config.tokenizer from a tokenizer.json; {} for a vocab.txt.
 
@@ -197,7 +203,7 @@ def read_settings(path: Path) -> dict[str, bool | int]:
     """
     if path.suffix != ".json":
         return {}
-    content = _read_json(path)
+    content = read_json(path)
     longest = content["model"].get("max_input_chars_per_word", MAX_WORD_CHARS)
     if type(longest) is not int or longest < 1:
         raise TokenizerError(
@@ -218,7 +224,7 @@ def describe_other_rules(path: Path) -> str:
     """
     if path.suffix != ".json":
         return ""
-    content, found = _read_json(path), []
+    content, found = read_json(path), []
     for part, usual in (("normalizer", "BertNormalizer"), ("pre_tokenizer", "BertPreTokenizer")):
         rules = content.get(part)
         kind = rules.get("type") if isinstance(rules, dict) else None
@@ -230,7 +236,12 @@ def describe_other_rules(path: Path) -> str:
     return " and ".join(found)
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """Reads a tokenizer.json.
+
+    Raises:
+      TokenizerError: the file is damaged or has no vocabulary.
+    """
     try:
         return storage.read_json(path, remedy=REMEDY, fields={"model": {"vocab": (dict, list)}})
     except storage.DamagedFileError as error:
@@ -252,13 +263,14 @@ def _normalization(content: dict, path: Path) -> dict[str, bool]:
 
 
 def _from_json(path: Path, section: TokenizerSection) -> list[str]:
-    content = _read_json(path)
+    content = read_json(path)
     model = content["model"]
     kind = model.get("type")
     if kind != "WordPiece" or model.get("continuing_subword_prefix", "##") != "##":
         raise TokenizerError(
-            f"{path} has a {kind} model, not WordPiece with ##. Set config.tokenizer.path to a "
-            "vocab.txt, a WordPiece tokenizer.json or a SentencePiece .model.",
+            f"{path} has a {kind} model, not WordPiece with ## or byte-level BPE. Set "
+            "config.tokenizer.path to a vocab.txt, such a tokenizer.json or a SentencePiece "
+            ".model.",
             field="config.tokenizer.path",
             path=path,
         )

@@ -11,8 +11,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import MixerSettings
-from convbert_jax.interfaces import REPLICATED, Split
-from convbert_jax.models.layers import Capture, Dense, Initializers, PaperFlops, State
+from convbert_jax.interfaces import Split
+from convbert_jax.models.layers import (
+    Capture,
+    Dense,
+    Initializers,
+    PaperFlops,
+    State,
+    keep_past,
+    move,
+    start_past,
+)
 from convbert_jax.models.mixers.attention import Attention
 from convbert_jax.ops.convolution import (
     depthwise_conv,
@@ -139,39 +148,6 @@ def convolve(
     )  # fmt: skip
 
 
-def start_past(
-    rows: int, taps: int, channels: int, dtype: jnp.dtype, dilation: int = 1
-) -> Float[Array, "B P C"]:
-    """Return the past inputs of a causal convolution at the first position: zeros."""
-    return jnp.zeros((rows, (taps - 1) * dilation, channels), dtype)
-
-
-def keep_past(
-    inputs: Float[Array, "B P C"],
-    segment_ids: Int[Array, "B P"],
-    taps: int,
-    copies: int,
-    dilation: int = 1,
-) -> Float[Array, "R T C"]:
-    """Return the past inputs of a causal convolution after prompts, for B x `copies` rows.
-
-    Padding and positions before the prompt are zeros.
-    """
-    span = (taps - 1) * dilation
-    inputs = jnp.where((segment_ids != 0)[..., None], inputs, 0)
-    begun = inputs.shape[1]
-    past = jnp.pad(inputs, ((0, 0), (max(0, span - begun), 0), (0, 0)))[:, max(0, begun - span) :]
-    return jnp.repeat(past, copies, axis=0)
-
-
-def move(
-    past: Float[Array, "B P C"], new: Float[Array, "B 1 C"]
-) -> tuple[Float[Array, "B P1 C"], Float[Array, "B P C"]]:
-    """Append a new input; return the window that ends with it, and the next position's past."""
-    window = jnp.concatenate([past, new], axis=1)
-    return window, window[:, 1:]
-
-
 def convolve_step(
     past: Float[Array, "B P C"], values: Float[Array, "B 1 C"], filters: Float[Array, "*B H K"]
 ) -> tuple[Float[Array, "B 1 C"], Float[Array, "B P C"]]:
@@ -192,7 +168,7 @@ class Separable:
     convolution: str
     mask_convolution: bool
 
-    RULES = ((r"conv/depthwise", REPLICATED), (r"conv/pointwise", Split(tensor=-2)))
+    RULES = ((r"conv/pointwise", Split(tensor=-2)),)
 
     make = classmethod(make)
     fields = fields
@@ -269,11 +245,7 @@ class SpanDynamic:
     convolution: str
     mask_convolution: bool
 
-    RULES = (
-        (r"key_conv/depthwise", REPLICATED),
-        (r"key_conv/pointwise", Split(tensor=-1)),
-        *Attention.RULES,
-    )
+    RULES = ((r"key_conv/pointwise", Split(tensor=-1)), *Attention.RULES)
 
     make = classmethod(make)
     fields = fields

@@ -1,4 +1,4 @@
-"""Convolutions after a gated linear unit: lightweight, dynamic (Wu et al. 2019) and dilated."""
+"""Gated convolutions: lightweight, dynamic (Wu et al. 2019), dilated and short (LFM2)."""
 
 import dataclasses
 from typing import ClassVar
@@ -9,10 +9,19 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.interfaces import REPLICATED, Split
-from convbert_jax.models.layers import Capture, Dense, Initializers, PaperFlops, State, dropout
+from convbert_jax.models.layers import (
+    Capture,
+    Dense,
+    Initializers,
+    PaperFlops,
+    State,
+    dropout,
+    keep_past,
+    move,
+    start_past,
+)
 from convbert_jax.models.mixers import convolution
 from convbert_jax.models.mixers.attention import Attention, join, split
-from convbert_jax.models.mixers.convolution import keep_past, start_past
 from convbert_jax.ops.convolution import (
     depthwise_conv,
     depthwise_conv_step,
@@ -23,7 +32,7 @@ from convbert_jax.ops.nn import softmax
 
 
 class _Gated:
-    """What the specifications `Light`, `Dynamic` and `Dilated` share; each names its `Module`."""
+    """Shared part of the specifications of gated convolutions; each names its `Module`."""
 
     Module: ClassVar[type["GatedConv"]]
 
@@ -101,7 +110,8 @@ class GatedConv(nnx.Module):
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         ids = segment_ids if self.config.mask_convolution else None
-        return self.output(self.convolve(self._gated(x), ids, key, capture))
+        values, gate = self.project(x)
+        return self.finish(self.convolve(values, ids, key, capture), gate)
 
     def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> State:
         c, channels = self.config, self.output.kernel[...].shape[0]
@@ -110,22 +120,32 @@ class GatedConv(nnx.Module):
     def prefill(
         self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int = 1
     ) -> tuple[Float[Array, "B P C"], State]:
-        gated = self._gated(x)
-        state = keep_past(gated, segment_ids, self.config.kernel_size, copies, self.dilation)
-        return self.output(self.convolve(gated, segment_ids)), state
+        values, gate = self.project(x)
+        state = keep_past(values, segment_ids, self.config.kernel_size, copies, self.dilation)
+        return self.finish(self.convolve(values, segment_ids), gate), state
 
     def step(
         self, x: Float[Array, "R 1 C"], state: State, places: Int[Array, " R"]
     ) -> tuple[Float[Array, "R 1 C"], State]:
-        convolved, state = self.convolve_step(state, self._gated(x))
-        return self.output(convolved), state
+        values, gate = self.project(x)
+        convolved, state = self.convolve_step(state, values)
+        return self.finish(convolved, gate), state
 
-    def _gated(self, x):
+    def project(
+        self, x: Float[Array, "B L C"]
+    ) -> tuple[Float[Array, "B L C"], Float[Array, "B L C"] | None]:
+        """Return the input of the convolution and the gate of its output, if there is one."""
         values = self.value(x)
         if self.config.glu:
             gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32))
             values = values * gate.astype(x.dtype)
-        return values
+        return values, None
+
+    def finish(
+        self, convolved: Float[Array, "B L C"], gate: Float[Array, "B L C"] | None
+    ) -> Float[Array, "B L C"]:
+        """Apply the gate of the output and the output layer."""
+        return self.output(convolved if gate is None else gate * convolved)
 
 
 # --- Lightweight convolution: the same filters at all positions (Wu et al. 2019, §3.1) ---
@@ -281,7 +301,7 @@ class DilatedConv(GatedConv):
         )  # fmt: skip
 
     def convolve_step(self, past, values):
-        window, past = convolution.move(past, values)
+        window, past = move(past, values)
         convolved = depthwise_conv_step(window, self.depthwise[...], dilation=self.dilation)
         return convolved[:, None], past
 
@@ -300,8 +320,63 @@ class Dilated(_Gated):
     mask_convolution: bool
     glu: bool = True
 
-    RULES = ((r"depthwise", REPLICATED), *Attention.RULES)
+    RULES = Attention.RULES
     Module = DilatedConv
 
     def __str__(self) -> str:
         return f"convolution of {self.kernel_size} taps, {self.dilation} apart"
+
+
+# --- Gated short convolution of LFM2 (Amini et al. 2025, arXiv 2511.23404) ---
+
+
+class ShortConv(DilatedConv):
+    """output(c * conv(b * v)), [b, c, v] = input(x): one filter per channel, no biases.
+
+    The gates b and c are linear, without a sigmoid. `input` is one layer, as in LFM2, so a mesh's
+    tensor axis moves parts of its output between devices.
+    """
+
+    dilation = 1
+
+    def __init__(
+        self,
+        config: "Short",
+        hidden_size: int,
+        initializers: Initializers,
+        rngs: nnx.Rngs,
+        causal: bool,
+    ):
+        self.config, self.causal = config, causal
+        self.input = Dense(hidden_size, 3 * hidden_size, initializers.dense, rngs, bias=False)
+        self.add_filters(hidden_size, initializers, rngs)
+        self.output = Dense(hidden_size, hidden_size, initializers.dense, rngs, bias=False)
+
+    def project(self, x):
+        before, after, values = jnp.split(self.input(x), 3, axis=-1)
+        return before * values, after
+
+
+@dataclasses.dataclass(frozen=True)
+class Short(_Gated):
+    """W_o (c * conv(b * v)), [b, c, v] = W_in x in the order of transformers' Lfm2ShortConv.
+
+    With C channels and K taps (LFM2: 3): 4 C^2 + K C parameters.
+    """
+
+    kernel_size: int
+    convolution: str
+    mask_convolution: bool
+
+    RULES = Dilated.RULES
+    Module = ShortConv
+
+    def products(self, hidden_size: int, length: int) -> float:
+        return 4 * 2 * hidden_size**2
+
+    def elementwise(self, hidden_size: int, length: int) -> float:
+        """Count the convolution and two gates."""
+        return (2 * self.kernel_size + 2) * hidden_size
+
+    def __str__(self) -> str:
+        return f"gated convolution of {self.kernel_size} taps"

@@ -10,25 +10,37 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import ConfigError, MixerSettings
 from convbert_jax.config.fields import check_choice
-from convbert_jax.config.mixers import nominal_heads
+from convbert_jax.config.mixers import AttentionOptions, nominal_heads
 from convbert_jax.interfaces import REPLICATED, Split
 from convbert_jax.models.layers import (
+    Canons,
     Capture,
     Dense,
     Initializers,
     PaperFlops,
     State,
     apply_fused,
+    keep_past,
+    positions,
+    start_past,
 )
-from convbert_jax.models.mixers.attention import Attention, KVCache, attend, join, split
+from convbert_jax.models.mixers.attention import (
+    Attention,
+    KVCache,
+    add_qk_norms,
+    attend,
+    check_options,
+    join,
+    keys_seen,
+    normalize_and_rotate,
+    split,
+)
 from convbert_jax.models.mixers.convolution import (
     SeparableConv,
     at_all_positions,
     convolve,
     convolve_step,
-    keep_past,
     start_filters,
-    start_past,
     unless_masked,
 )
 from convbert_jax.ops.convolution import dynamic_conv, span_filters
@@ -54,12 +66,12 @@ class Mixed:
     attention: str
     convolution: str
     mask_convolution: bool
+    options: AttentionOptions
     filters: str = "span_dynamic"  # input of the filters: a span, the token, or none (light)
     own_value: bool = True  # convolution has its own value; in the paper's formula V is shared
     convolution_share: float = 0.5  # of the 2 heads / head_ratio heads
 
     RULES = (
-        (r"key_conv/depthwise", REPLICATED),
         (r"key_conv/pointwise", Split(tensor=-1)),
         (r"conv_filters", REPLICATED),
         *Attention.RULES,
@@ -79,18 +91,27 @@ class Mixed:
         """
         fields, own_fields = {**_defaults(cls), **own}, settings.names["mixer_fields"]
         check_choice(f"{own_fields.removeprefix('config.')}: filters", fields["filters"], FILTERS)
+        if settings.options.key_value_heads:
+            raise ConfigError(
+                f"has no effect with {settings.names['mixer']}={settings.mixer}; set it to 0.",
+                field="config.model.key_value_heads",
+                value=settings.options.key_value_heads,
+            )
         total = 2 * settings.reduced_heads()
         halved = settings.heads < settings.head_ratio and not settings.release_heads
+        size = settings.head_size // 2 if halved else settings.head_size
+        check_options(settings, total, size)
         convolution_heads = _heads_of_share(fields["convolution_share"], total, settings)
         return cls(
             attention_heads=total - convolution_heads,
             convolution_heads=convolution_heads,
-            head_size=settings.head_size // 2 if halved else settings.head_size,
+            head_size=size,
             kernel_size=settings.kernel_size,
             attention_dropout=settings.attention_dropout,
             attention=settings.attention,
             convolution=settings.convolution,
             mask_convolution=settings.mask_convolution,
+            options=settings.options,
             **own,
         )
 
@@ -122,13 +143,19 @@ class Mixed:
         shared = 0 if self.own_value else self.convolution_heads
         return max(self.attention_heads, shared)
 
+    @property
+    def canon_widths(self) -> dict[str, int]:
+        """As in `Attention`; the convolution's own value is not convolved twice."""
+        heads = {"query": self.query_heads, "key": self.attention_heads, "value": self.value_heads}
+        return {name: number * self.head_size for name, number in heads.items()}
+
     def products(self, hidden_size: int, length: int) -> float:
         size, taps = self.head_size, self.kernel_size
         attended, convolved = self.attention_heads * size, self.convolution_heads * size
         into = (self.query_heads + self.value_heads) * size + attended
         into += self.own_value * convolved
         into += (self.filters == "span_dynamic") * convolved  # the pointwise part of the key
-        products = 2 * hidden_size * into + 2 * 2 * length * attended
+        products = 2 * hidden_size * into + 2 * 2 * keys_seen(self.options, length) * attended
         if self.filters != "light":
             products += 2 * convolved * self.convolution_heads * taps
         return products + 2 * (attended + convolved) * hidden_size
@@ -136,7 +163,8 @@ class Mixed:
     def elementwise(self, hidden_size: int, length: int) -> float:
         """Count attention, convolution and, for span_dynamic, the convolution of the key."""
         size, taps, heads = self.head_size, self.kernel_size, self.convolution_heads
-        scores = (1 + PaperFlops.SOFTMAX + PaperFlops.DROPOUT) * length * self.attention_heads
+        seen = keys_seen(self.options, length)
+        scores = (1 + PaperFlops.SOFTMAX + PaperFlops.DROPOUT) * seen * self.attention_heads
         biases = (self.query_heads + self.value_heads + self.attention_heads) * size
         convolution = (2 * taps + self.own_value) * heads * size
         if self.filters != "light":
@@ -200,18 +228,20 @@ class MixedAttention(nnx.Module):
         hidden, taps, size = hidden_size, config.kernel_size, config.head_size
         attended, heads = config.attention_heads * size, config.convolution_heads
         convolved = heads * size
-        self.query = Dense(hidden, config.query_heads * size, initializers.dense, rngs)
-        self.key = Dense(hidden, attended, initializers.dense, rngs)
-        self.value = Dense(hidden, config.value_heads * size, initializers.dense, rngs)
+        dense, biases = initializers.dense, config.options.biases
+        self.query = Dense(hidden, config.query_heads * size, dense, rngs, biases)
+        self.key = Dense(hidden, attended, dense, rngs, biases)
+        self.value = Dense(hidden, config.value_heads * size, dense, rngs, biases)
+        add_qk_norms(self, config.options, size)
         if config.filters == "span_dynamic":
             self.key_conv = SeparableConv(hidden, convolved, taps, initializers, rngs, causal)
         if config.filters == "light":
             self.conv_filters = nnx.Param(start_filters(heads, taps, initializers, rngs))
         else:
-            self.conv_kernel = Dense(convolved, heads * taps, initializers.dense, rngs)
+            self.conv_kernel = Dense(convolved, heads * taps, dense, rngs)
         if config.own_value:
-            self.conv_value = Dense(hidden, convolved, initializers.dense, rngs)
-        self.output = Dense(attended + convolved, hidden, initializers.dense, rngs)
+            self.conv_value = Dense(hidden, convolved, dense, rngs, biases)
+        self.output = Dense(attended + convolved, hidden, dense, rngs, biases)
         self.config, self.causal = config, causal
 
     def __call__(
@@ -222,22 +252,25 @@ class MixedAttention(nnx.Module):
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         ids = segment_ids if self.config.mask_convolution else None
-        return self._mix(x, segment_ids, ids, key, capture)[0]
+        return self._mix(x, segment_ids, ids, Canons(segment_ids), key, capture)[0]
 
-    def _mix(self, x, segment_ids, ids, key=None, capture=None):
+    def _mix(self, x, segment_ids, ids, canons, key=None, capture=None):
         """Return the output, the keys and values of attention, and the convolution's values."""
         c, heads = self.config, self.config.convolution_heads
         layers = [self.query, self.key, self.value]
         if c.own_value:
             layers.append(self.conv_value)
         query, keys, value, *own_value = apply_fused(layers, x)
-        query = split(query, c.query_heads)
-        keys = split(keys, c.attention_heads)
-        value = split(value, c.value_heads)
+        query = split(canons(self, "query", query), c.query_heads)
+        keys = split(canons(self, "key", keys), c.attention_heads)
+        value = split(canons(self, "value", value), c.value_heads)
         values = own_value[0] if c.own_value else join(value[:, :, :heads])
         value = value[:, :, : c.attention_heads]
+        attending, keys = normalize_and_rotate(
+            self, query[:, :, : c.attention_heads], keys, positions(segment_ids), c.options
+        )
         attended = attend(
-            query[:, :, : c.attention_heads], keys, value, segment_ids,
+            attending, keys, value, segment_ids, window=c.options.window,
             dropout_rate=c.attention_dropout, dropout_key=key, causal=self.causal,
             implementation=c.attention, capture=capture,
         )  # fmt: skip
@@ -274,6 +307,7 @@ class MixedAttention(nnx.Module):
         state = {
             "attention": KVCache.start(rows, copies, length, c.attention_heads, c.head_size, dtype),
             "value": start_past(rows, c.kernel_size, c.convolution_heads * c.head_size, dtype),
+            "canons": Canons.start(rows, dtype, self),
         }
         if c.filters == "span_dynamic":
             state["span"] = self.key_conv.start(rows, dtype)
@@ -282,10 +316,12 @@ class MixedAttention(nnx.Module):
     def prefill(
         self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int = 1
     ) -> tuple[Float[Array, "B P C"], State]:
-        out, attended, values = self._mix(x, segment_ids, segment_ids)
+        canons = Canons(segment_ids, copies=copies)
+        out, attended, values = self._mix(x, segment_ids, segment_ids, canons)
         state = {
             "attention": KVCache.prefill(*attended, segment_ids, copies, length),
             "value": keep_past(values, segment_ids, self.config.kernel_size, copies),
+            "canons": canons.state,
         }
         if self.config.filters == "span_dynamic":
             state["span"] = self.key_conv.keep(x, segment_ids, copies)
@@ -295,12 +331,16 @@ class MixedAttention(nnx.Module):
         self, x: Float[Array, "R 1 C"], state: State, places: Int[Array, " R"]
     ) -> tuple[Float[Array, "R 1 C"], State]:
         c, heads = self.config, self.config.convolution_heads
-        query = split(self.query(x), c.query_heads)
-        keys = split(self.key(x), c.attention_heads)
-        value = split(self.value(x), c.value_heads)
-        kept = {}
+        canons = Canons(past=state["canons"])
+        query = split(canons(self, "query", self.query(x)), c.query_heads)
+        keys = split(canons(self, "key", self.key(x)), c.attention_heads)
+        value = split(canons(self, "value", self.value(x)), c.value_heads)
+        kept = {"canons": canons.state}
+        attending, keys = normalize_and_rotate(
+            self, query[:, :, : c.attention_heads], keys, places[:, None], c.options
+        )
         attended, kept["attention"] = state["attention"].attend(
-            query[:, :, : c.attention_heads], keys, value[:, :, : c.attention_heads]
+            attending, keys, value[:, :, : c.attention_heads], c.options.window
         )
         if c.filters == "light":
             filters = softmax(self.conv_filters[...], None, jnp.float32)

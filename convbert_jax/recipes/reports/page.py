@@ -20,6 +20,7 @@ from absl import logging
 import convbert_jax
 from convbert_jax import drawing, storage
 from convbert_jax.config import Config, changes, to_dict, to_text
+from convbert_jax.data.readers.sources import REMOTE
 from convbert_jax.finetuning import question_answering
 from convbert_jax.interop import conversion
 from convbert_jax.interop.networks import ConversionError, outline
@@ -27,10 +28,6 @@ from convbert_jax.training import environment as environment_lib
 from convbert_jax.workdir import Workdir
 
 Command = tuple[str, str]
-_WRITING = {
-    "causal_lm": "Continue each line of a file",
-    "span_corruption": "Fill in every [MASK] in the lines of a file",
-}
 
 
 def resume_command(workdir: Workdir, *flags: str) -> str:
@@ -45,38 +42,24 @@ def more_steps(step: int) -> str:
 
 def own_text(config: Config) -> str:
     """Returns the flags of a new run on other text, which is then prepared and evaluated."""
-    name, section, source = "data", config.data, "'text:FOLDER/*.txt'"
-    if config.reads_pairs:
-        name, section, source = "parallel", config.parallel, "parallel:FILE,FILE"
-    flags = [f"--config.{name}.source={source}"]
+    section = config.training_data
+    flags = [f"--config.{config.spec.data}.source={config.spec.own_source}"]
     if section.validation_source:
-        flags.append(f"--config.{name}.validation_source=")
+        flags.append(f"--config.{config.spec.data}.validation_source=")
     if config.data.directory:
         flags.append("--config.data.directory=")
     return " ".join((*flags, "--workdir=runs/mine"))
 
 
-def after_pretraining(config: Config, workdir: Workdir, step: int) -> list[Command]:
-    """Returns the commands for a finished pre-training run."""
-    what = "pairs" if config.reads_pairs else "text"
-    same = f"--config={_quote(workdir.config)}"
-    common = [
-        ("Train for twice as many steps", resume_command(workdir, more_steps(step))),
-        (f"Train a new model on your own {what}", _main(same, own_text(config))),
-        ("Evaluate on held-out text", resume_command(workdir, "--mode=eval")),
-    ]
+def has_own_text(config: Config) -> bool:
+    """Whether a run was trained on files of the user, not on a built-in or public corpus."""
+    sources = [section.source for section in config.data.mixture] or [config.training_data.source]
+    return any(name.partition(":")[0] not in ("docstrings", *REMOTE) for name in sources)
+
+
+def after_encoder(config: Config, workdir: Workdir, step: int) -> list[Command]:
+    """Returns the commands for a finished pre-training run of an encoder."""
     start = f"--config.init_from={_quote(workdir)}"
-    if config.writes_text:
-        lines = ("--mode=predict", "--input=new.txt", "--output=written.txt")
-        what = _WRITING.get(config.recipe, "Generate a text for each line of a file")
-        pairs = ("--config.parallel.source=tsv:train.tsv", "--config.parallel.columns=text,label")
-        task = _main("--config=configs/text_to_text.py:tiny,light", start, *pairs)
-        taught = [("Fine-tune on pairs of texts", task)]
-        return [
-            (what, resume_command(workdir, *lines)),
-            *(taught if config.recipe == "span_corruption" else []),
-            *common,
-        ]
     columns = ("train=train.csv", "texts=text", "label=label")
     labelled = ("--config=configs/text.py:own", start, *(f"--config.task.{c}" for c in columns))
     glue = ("--config=configs/glue.py:all", start, "--config.finetune.data=FOLDER")
@@ -86,8 +69,57 @@ def after_pretraining(config: Config, workdir: Workdir, step: int) -> list[Comma
         ("Fine-tune on GLUE", _main(*glue)),
         *_export(config, workdir),
         ("Draw attention maps and filters", resume_command(workdir, "--mode=inspect")),
-        *common,
+        *_after_any(config, workdir, step),
     ]
+
+
+def after_vectors(config: Config, workdir: Workdir, step: int) -> list[Command]:
+    """Returns the commands for a finished run of an encoder that computes vectors."""
+    program = f"python -m convbert_jax.vectors {{}} --model={_quote(workdir)} --source=csv:{{}}"
+    columns = "--columns=first,second"
+    scored = f"{program.format('similarity', 'scored.csv')} {columns} --score_column=score"
+    mined = f"{program.format('mine', 'pairs.csv')} {columns} --output=triplets.csv"
+    return [
+        ("Compare the cosines of pairs with their scores", scored),
+        ("Find hard negatives for a second training", mined),
+        *_export(config, workdir),
+        *_after_any(config, workdir, step),
+    ]
+
+
+def after_generative(config: Config, workdir: Workdir, step: int, purpose: str) -> list[Command]:
+    """Returns the commands for a finished run of a generative model.
+
+    Args:
+      purpose: what the model does with the lines of a file.
+    """
+    lines = ("--mode=predict", "--input=new.txt", "--output=written.txt")
+    return [(purpose, resume_command(workdir, *lines)), *_after_any(config, workdir, step)]
+
+
+def finetune_on_pairs(workdir: Workdir) -> Command:
+    """Returns the command that fine-tunes an encoder-decoder on pairs of texts."""
+    start = f"--config.init_from={_quote(workdir)}"
+    pairs = ("--config.parallel.source=tsv:train.tsv", "--config.parallel.columns=text,label")
+    task = _main("--config=configs/text_to_text.py:tiny,light", start, *pairs)
+    return "Fine-tune on pairs of texts", task
+
+
+def _after_any(config: Config, workdir: Workdir, step: int) -> list[Command]:
+    same = f"--config={_quote(workdir.config)}"
+    material = config.spec.material
+    own = (f"Train a new model on your own {material}", _main(same, own_text(config)))
+    return [
+        *longer(config, workdir, step),
+        *([] if config.data.mixture else [own]),
+        ("Evaluate on held-out text", resume_command(workdir, "--mode=eval")),
+    ]
+
+
+def longer(config: Config, workdir: Workdir, step: int) -> list[Command]:
+    """Returns the command that trains on; none for a run with phases, whose lengths are fixed."""
+    command = resume_command(workdir, more_steps(step))
+    return [] if config.phases else [("Train for twice as many steps", command)]
 
 
 def after_finetuning(task: str, models: Iterable[Workdir]) -> list[Command]:

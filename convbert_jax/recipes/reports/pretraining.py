@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from convbert_jax import drawing
-from convbert_jax.analysis import pretraining_report
+from convbert_jax.analysis import overview, pretraining_report
 from convbert_jax.analysis.pretraining_report import (
     Cloze,
     Curves,
@@ -38,16 +38,8 @@ from convbert_jax.workdir import Workdir
 _ROWS = 32  # at most
 
 
-def fill_in(config: Config, corpus: Corpus | None, params) -> Cloze | None:
-    """Predicts masked tokens; for config.recipe=replaced_token with the generator.
-
-    Returns:
-      None if no part of the model is trained for it, or with several processes, because each has
-      only some of the rows.
-    """
-    generated = config.recipe == "replaced_token" and config.generator.kind != "uniform"
-    if not (generated or config.recipe == "masked_lm") or jax.process_count() > 1:
-        return None
+def fill_in(config: Config, corpus: Corpus, params) -> Cloze:
+    """Predicts masked tokens of held-out rows; for replaced-token detection with the generator."""
 
     def run(model, batch, key, settings):
         masked, logits = masked_lm.hide_and_predict(model, batch, key, None, **settings)
@@ -65,10 +57,8 @@ def fill_in(config: Config, corpus: Corpus | None, params) -> Cloze | None:
     return Cloze(subwords, _count_rows(batch), float(right / max(1, hidden)))
 
 
-def detect(config: Config, corpus: Corpus | None, params) -> Suspects | None:
-    """Replaces tokens by the generator and predicts them by the discriminator; None: `fill_in`."""
-    if config.recipe != "replaced_token" or jax.process_count() > 1:
-        return None
+def detect(config: Config, corpus: Corpus, params) -> Suspects:
+    """Replaces tokens of held-out rows by the generator, and finds them by the discriminator."""
 
     def run(model, batch, key, settings):
         corrupted = replaced_token.corrupt(model, batch, key, train=False, **settings)[-1]
@@ -110,8 +100,9 @@ def _count_rows(batch) -> int:
 
 
 def _pair(corpus, new, old, marked, segment_ids):
-    pieces, real = corpus.tokenizer.pieces, np.flatnonzero(segment_ids)
-    return pair_subwords(pieces(new[real]), pieces(old[real]), marked[real])
+    tokenizer, real = corpus.tokenizer, np.flatnonzero(segment_ids)
+    new, old = ([tokenizer.split_piece(i) for i in ids[real]] for ids in (new, old))
+    return pair_subwords(new, old, marked[real])
 
 
 _MOST_VALUES = 60  # rows of the table below a figure
@@ -127,6 +118,7 @@ class PretrainingReport:
         missing.
       numbers: metrics of the last evaluation, at step `evaluated`; empty if there was none.
       curves: metrics of all logged steps and evaluations.
+      commands: what to do after the run, as (purpose, command).
       failed: the error that ended the run; "" for a signal or no interruption.
       picture: whether the curves were also written to curves.png.
       cloze: predictions for masked tokens, by the generator for config.recipe=replaced_token.
@@ -142,6 +134,7 @@ class PretrainingReport:
     numbers: Sequence[Number]
     evaluated: int
     curves: Curves
+    commands: Sequence[page.Command]
     failed: str = ""
     picture: bool = False
     cloze: Cloze | None = None
@@ -170,14 +163,19 @@ def describe(report: PretrainingReport, *, has_page: bool) -> str:
         lines += ["", *scoring.describe(report.written)]
     if report.unwritten:
         lines += ["", report.unwritten]
+    if phases := overview.describe_phases(report.config):
+        lines += ["", *phases]
     lines.append("")
     if report.picture:
         lines.append(f"Curves: {report.workdir.curves}")
-    what = "pairs" if report.config.reads_pairs else "text"
-    lines += [
-        f"To train longer, repeat the command with {page.more_steps(report.step)}",
-        f"To train on your own {what}, add {page.own_text(report.config)}",
-    ]
+    if page.longer(report.config, report.workdir, report.step):
+        lines.append(f"To train longer, repeat the command with {page.more_steps(report.step)}")
+    if page.has_own_text(report.config):
+        purpose, command = report.commands[0]
+        lines.append(f"{purpose}: {command}")
+    else:
+        material = report.config.spec.material
+        lines.append(f"To train on your own {material}, add {page.own_text(report.config)}")
     if has_page:
         lines.append(f"Full report for a browser: {report.workdir.report}")
     return "\n".join(lines)
@@ -211,7 +209,7 @@ def make_page(
         state = f"{how} after step {report.step:,} of {config.train.steps:,}"
         resume = page.resume_command(report.workdir)
     else:
-        following = page.after_pretraining(config, report.workdir, report.step)
+        following = report.commands
     counts = [*parameters.items(), ("all", sum(parameters.values()))]
     return page.render(
         "pretraining.html",
@@ -224,8 +222,9 @@ def make_page(
         cloze_summary=report.cloze and pretraining_report.count_right(report.cloze),
         suspects_summary=report.suspects and pretraining_report.count_found(report.suspects),
         written=list(map(_describe_set, report.written)),
+        phases=overview.describe_phases(config),
         warnings=warnings and [(f"{step:,}", text) for step, text in warnings],
-        parameters=[(name, f"{count:,}") for name, count in counts],
+        parameters=[(name.replace("_", " "), f"{count:,}") for name, count in counts],
         following=following,
     )
 

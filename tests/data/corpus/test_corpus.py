@@ -37,8 +37,28 @@ def test_held_out_documents_are_chosen_by_their_text_alone(config, documents, tm
     first = prepare(config, tmp_path / "first")
     (tmp_path / "corpus.txt").write_text("\n\n".join(reversed(documents)))
     second = prepare(config, tmp_path / "second")
-    assert first.splits["validation"].documents == second.splits["validation"].documents
+    assert (
+        first.splits["validation"].counts["documents"]
+        == (second.splits["validation"].counts["documents"])
+    )
     assert letters(first, "validation") == letters(second, "validation")
+
+
+def test_rows_of_byte_level_bpe_hold_each_document_exactly(config, change, documents, tmp_path):
+    config = change(config, tokenizer={"kind": "bpe"})
+    corpus = prepare(config, tmp_path / "rows")
+    decode, special = corpus.tokenizer.decode, set(corpus.tokenizer.special.by_name.values())
+    texts = {
+        split: decode([i for i in all_rows(corpus, split)["tokens"].ravel() if i not in special])
+        for split in ("train", "validation")
+    }
+    for text in texts.values():
+        assert text == "".join(document for document in documents if document in text)
+    assert sum(map(len, texts.values())) == sum(map(len, documents))
+    again = prepare(config, tmp_path / "rows")
+    assert (again.fingerprint, again.tokenizer.kind) == (corpus.fingerprint, "bpe")
+    with refused(DataError, "'bpe'", "'sentencepiece'", path=tmp_path / "rows"):
+        prepare(change(config, tokenizer={"kind": "sentencepiece"}), tmp_path / "rows")
 
 
 def test_of_few_documents_one_is_held_out(config, change, documents, tmp_path, caplog):
@@ -49,8 +69,8 @@ def test_of_few_documents_one_is_held_out(config, change, documents, tmp_path, c
         texts = ["\n".join(documents[40 * i :][:40]) for i in range(count)]
         (tmp_path / "corpus.txt").write_text("\n\n".join(texts))
         corpus = prepare(config, tmp_path / str(count))
-        assert corpus.splits["validation"].documents == 1
-        assert corpus.splits["train"].documents == count - 1
+        assert corpus.splits["validation"].counts["documents"] == 1
+        assert corpus.splits["train"].counts["documents"] == count - 1
         assert sum("config.data.heldout_fraction=1e-09" in line for line in caplog.messages) == 1
 
 
@@ -62,8 +82,8 @@ def test_a_piece_of_a_single_document_is_held_out(
     config = change(config, data={"format": "file"}, tokenizer={"vocab_size": 100})
     caplog.set_level(logging.INFO, logger="absl")
     corpus = prepare(config, tmp_path / "prepared")
-    assert corpus.splits["validation"].documents == 1
-    assert 15 <= corpus.splits["train"].documents <= 20
+    assert corpus.splits["validation"].counts["documents"] == 1
+    assert 15 <= corpus.splits["train"].counts["documents"] <= 20
     assert sum("config.data.validation_source" in line for line in caplog.messages) == 1
 
 
@@ -98,12 +118,12 @@ def test_undecodable_text_ends_it_and_keeps_what_is_done(
     # Finished units stay valid under any policy, since they contain no undecodable text.
     corpus = prepare(change(config, data={"encoding_errors": "skip"}), folder)
     assert all(path.stat().st_mtime_ns == time for path, time in times.items())
-    assert sum(split.documents for split in corpus.splits.values()) == 300
+    assert sum(split.counts["documents"] for split in corpus.splits.values()) == 300
     replacing = change(config, data={"encoding_errors": "replace"})
     with refused(DataError, "encoding_errors='skip'", path=folder):
         prepare(replacing, folder)
     other = prepare(replacing, tmp_path / "replaced")
-    assert sum(split.documents for split in other.splits.values()) == 301
+    assert sum(split.counts["documents"] for split in other.splits.values()) == 301
     assert other.fingerprint != corpus.fingerprint
     assert json.loads((tmp_path / "replaced" / "metadata.json").read_text())["unknown"] >= 1
 
@@ -168,8 +188,9 @@ def test_wikipedia_fills_its_rows(real_data, change, tmp_path):
     fields = {"source": source, "heldout_fraction": 0.1, "workers": 1}
     config = change(Config(), tokenizer={"kind": "wordpiece", "path": vocabulary}, data=fields)
     train = prepare(config, tmp_path / "prepared").splits["train"]
-    assert train.tokens / (train.rows * 128) > 0.97
-    assert json.loads((tmp_path / "prepared" / "metadata.json").read_text())["unknown_rate"] < 0.005
+    assert train.counts["tokens"] / (train.rows * 128) > 0.97
+    metadata = json.loads((tmp_path / "prepared" / "metadata.json").read_text())
+    assert metadata["unknown"] < 0.005 * metadata["characters"]
 
 
 # --- Batches ---

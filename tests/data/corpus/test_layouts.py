@@ -274,7 +274,16 @@ def test_rows_without_a_label():
 ], ids=range(7))  # fmt: skip
 def test_sentences(text):
     """Covers closing brackets in Japanese and the sentence ends of Hindi and Urdu."""
-    assert split_sentences(text.replace("|", "")) == [part.strip() for part in text.split("|")]
+    line = text.replace("|", "")
+    assert split_sentences(line) == [part.strip() for part in text.split("|")]
+    assert split_sentences(line, keeps_spaces=True) == text.split("|")
+
+
+def test_spaces_between_sentences():
+    """A no-break space is white space for the split, but not for every vocabulary."""
+    line = " One.\u00a0 Two! \t"
+    assert split_sentences(line) == [" One.", "Two!"]
+    assert split_sentences(line, keeps_spaces=True) == [" One.", "\u00a0 Two! \t"]
 
 
 @pytest.fixture(scope="module")
@@ -308,8 +317,9 @@ def test_a_corpus_of_pairs(pairs_config, tmp_path):
     assert not filled.all()
     assert set(last["pair_label"][~filled]) == {UNLABELLED}
     metadata = json.loads((corpus.directory / "metadata.json").read_text())
-    for split in metadata["splits"].values():
-        assert 0.5 * split["rows"] < split["pairs"] < split["rows"]
+    for shards in metadata["splits"].values():
+        rows, labeled = (sum(shard[name] for shard in shards) for name in ("rows", "pairs"))
+        assert 0.5 * rows < labeled < rows
     with refused(DataError, "(next)", "(order)", path=corpus.directory):
         prepare(pairs_config(objective__sentence_pairs="order"), corpus.directory)
     lines = "\n\n".join(f"one sentence of words {i}" for i in range(300))

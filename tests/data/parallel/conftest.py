@@ -48,6 +48,7 @@ def pair_config(source: str, *, shared_vocabulary: bool = True, **fields) -> Con
     """Return a config with a small vocabulary; `fields` are set in config.parallel."""
     fields = {"heldout_fraction": 0.1, "batch_tokens": 256, "shapes": 3} | fields
     return Config(
+        recipe="translation",
         tokenizer=TokenizerSection(vocab_size=160, train_megabytes=1),
         data=DataSection(workers=1),
         parallel=ParallelSection(source=source, **fields),

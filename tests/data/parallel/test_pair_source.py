@@ -14,7 +14,7 @@ from convbert_jax.data import pair_worker
 from convbert_jax.data.errors import DataError, Location
 from convbert_jax.data.readers import pair_sources, text_files
 from convbert_jax.data.readers.pair_sources import open_pairs
-from convbert_jax.data.readers.tables import Fault
+from convbert_jax.data.readers.rows import Fault
 from tests.data.parallel.conftest import make_pairs, write_files
 from tests.data.tfds_sets import prepare_tfds
 from tests.refusals import refused

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from convbert_jax.config import ConfigError, from_config_dict
+from convbert_jax.config import ConfigError, PairFormat, from_config_dict
 from convbert_jax.data.batching import (
     list_shapes,
     make_plan,
@@ -33,16 +33,20 @@ def texts_of(text, rows):
     return collections.Counter((source.decode(a), target.decode(b)) for a, b in rows)
 
 
+@pytest.mark.parametrize("form", [PairFormat(2), PairFormat(3), PairFormat(2, scored=True)])
 @pytest.mark.parametrize("vocab", [100, 70_000])
-def test_records_come_back(vocab):
+def test_records_come_back(vocab, form):
     dtype = id_dtype(vocab, 50)
-    pairs = [Pair(np.array([1, vocab - 1]), np.array([3]), "ä b", "c"), Pair(np.array([7]), [])]
-    back = records_to_pairs(pairs_to_records(pairs, dtype), dtype)
-    assert [row.source.tolist() for row in back] == [[1, vocab - 1], [7]]
-    assert [row.target.tolist() for row in back] == [[3], []]
-    assert [(row.source_text, row.target_text) for row in back] == [("ä b", "c"), ("", "")]
+    ids = [row[: form.texts] for row in ([[1, vocab - 1], [3], [5, 6]], [[7], [], [8]])]
+    said = [("ä b", "c", "d")[: form.texts], ("",) * form.texts]
+    scores = [0.5, -3.0] if form.scored else [None, None]
+    pairs = list(map(Pair, ids, said, scores))
+    back = records_to_pairs(pairs_to_records(pairs, dtype), dtype, form=form)
+    assert [[part.tolist() for part in row.ids] for row in back] == ids
+    assert [row.texts for row in back] == said
+    assert [row.score for row in back] == scores
     with pytest.raises(ValueError):  # noqa: PT011  (internal error, not a user error)
-        records_to_pairs([pairs_to_records(pairs, dtype)[0] + b"x"], dtype)
+        records_to_pairs([pairs_to_records(pairs, dtype)[0] + b"x"], dtype, form=form)
 
 
 def test_bad_pairs_are_counted_and_the_first_is_named(pairs, make_config, tmp_path, caplog):
@@ -211,7 +215,7 @@ def test_texts_are_cut_anew_in_each_epoch(kind, pairs, make_config, tmp_path):
     assert first + texts_of(text, held) == collections.Counter(pairs)
     pieces = [sum(len(source) + 1 for source, _ in epoch) for epoch in epochs]
     assert pieces[0] != pieces[1]
-    assert pieces[0] > text.splits["train"].tokens[0]
+    assert pieces[0] > text.splits["train"].counts["source_tokens"]
 
 
 def test_documents_that_are_too_long_are_drawn_anew_too(kind, pairs, make_config, tmp_path):

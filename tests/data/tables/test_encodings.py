@@ -10,10 +10,10 @@ from convbert_jax.config import ConfigError, DataSection, ParallelSection, from_
 from convbert_jax.config.data import TaskSection
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.readers import text_files
+from convbert_jax.data.readers.encodings import guess_encoding
 from convbert_jax.data.readers.pair_sources import open_pairs
+from convbert_jax.data.readers.rows import Fault
 from convbert_jax.data.readers.sources import open_source
-from convbert_jax.data.readers.tables import Fault
-from convbert_jax.data.readers.text_lines import guess_encoding
 from convbert_jax.data.tasks.own_task import open_task
 from tests.refusals import refused
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from convbert_jax.config import TaskSection
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.readers.tables import FORMATS, BadRows, TableFormat, read_table
+from convbert_jax.data.readers.rows import FORMATS, BadRows, TableFormat, read_table
 from convbert_jax.data.tasks.own_task import open_task
 from tests.refusals import refused
 
@@ -230,7 +230,7 @@ def test_faults(name, text, fields, line, mentions, tmp_path):
 
 
 def test_a_pattern_without_end_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr("convbert_jax.data.readers.tables.MATCHING_SECONDS", 0.2)
+    monkeypatch.setattr("convbert_jax.data.readers.rows.MATCHING_SECONDS", 0.2)
     path = write(tmp_path, "rows.txt", "x a\n" + "y " + "a" * 60 + "!\n")
     begun = time.perf_counter()
     with refused(DataError, path=path, line=2):

@@ -16,6 +16,7 @@ from convbert_jax.interfaces import SpecialIds
 class Letters:
     """A tokenizer of single letters that ignores zero-width spaces."""
 
+    keeps_spaces = False
     special = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
 
     def encode(self, texts):

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.public_data import TEXT_FOLDERS
 from convbert_jax.config.data import TaskSection
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.readers.tables import read_table
+from convbert_jax.data.readers.rows import read_table
 from convbert_jax.data.tasks import own_task
 from convbert_jax.data.tasks.labelled_text import require_labels
 from convbert_jax.data.tasks.own_task import open_task

@@ -27,6 +27,7 @@ KINDS = {
     "unigram": BARE,
     "bpe": {"algorithm": "bpe", "lowercase": False},
     "wordpiece": {"kind": "wordpiece"} | BARE,
+    "byte-level": {"kind": "bpe"},
 }
 SPECIAL_TEXT = "[PAD] [CLS] x [SEP] [MASK][MASK] [UNK] <pad> <s>"
 # Known and unknown letters, composed and combining accents, characters that expand (ligatures,
@@ -52,6 +53,9 @@ def test_text_comes_back(tokenizer, documents):
     text = documents[3].replace("\n", " ")
     decoded = tokenizer.decode(tokenizer.encode([text])[0])
     expected = text.lower() if tokenizer.section.lowercase else text
+    if tokenizer.kind == "bpe":
+        assert decoded == text
+        return
     assert decoded.replace(" ", "") == expected.replace(" ", "")
     plain, dirty = tokenizer.encode(["bade lamu", "\0bade\t\x07\u200b \r\nlamu\0"])
     assert plain == dirty
@@ -96,7 +100,7 @@ def test_a_vocabulary_is_loaded_with_the_settings_of_its_training(tokenizer, tmp
             load_tokenizer(other, folder)
     by_path = dataclasses.replace(section, path=str(tokenizer.path))
     assert load_tokenizer(by_path, tmp_path).fingerprint == tokenizer.fingerprint
-    kind = {"sentencepiece": "wordpiece", "wordpiece": "sentencepiece"}[section.kind]
+    kind = "sentencepiece" if section.kind == "wordpiece" else "wordpiece"
     for name, value in {"vocab_size": 301, "kind": kind}.items():
         right = f"--config.tokenizer.{name}={getattr(section, name)}"
         with refused(TokenizerError, right, field=f"config.tokenizer.{name}", value=value):
@@ -122,7 +126,7 @@ def test_a_size_that_the_text_cannot_give(tokenizer, documents, tmp_path):
         train_tokenizer([], works, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece", "bpe"])
 def test_what_the_texts_raise_is_not_taken_for_a_poor_vocabulary(kind, tmp_path):
     def texts(fault):
         yield from ["some words"] * 100
@@ -159,7 +163,7 @@ def test_sentinels_of_others_are_in_order():
 def test_a_text_is_cut_anew_by_a_seed(tokenizer, documents):
     text = documents[5].replace("\n", " ")
     section = tokenizer.section
-    if section.kind == "wordpiece" or section.algorithm == "bpe":
+    if section.kind != "sentencepiece" or section.algorithm == "bpe":
         with refused(TokenizerError, path=tokenizer.path, field="config.parallel.sampling"):
             tokenizer.sample(text, 0.2, 1)
         return

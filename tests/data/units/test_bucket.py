@@ -13,7 +13,7 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.units import write_record
 from convbert_jax.doctor import run_checks
 from convbert_jax.interop.sources import read_tokenizer
-from convbert_jax.recipes import prepared
+from convbert_jax.recipes import prepared, tasks
 from convbert_jax.training import consistency
 from convbert_jax.workdir import Workdir
 from tests.buckets import objects
@@ -45,7 +45,7 @@ def _hear(caplog):
 
 
 def open_data(config):
-    return prepared.open_data(config, Workdir("unused"))
+    return tasks.open_data(config, Workdir("unused"))
 
 
 def test_another_machine_has_the_same_rows(published, machine, tmp_path, caplog, monkeypatch):

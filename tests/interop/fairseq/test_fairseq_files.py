@@ -165,7 +165,7 @@ def test_arguments_of_training_are_left_out(tmp_path):
     a = arguments(input_dropout=0.2, relu_dropout=0.3, weight_dropout=0.1, encoder_layerdrop=0.0)
     found = read(make(tmp_path, a))
     assert found.left_out == {"input_dropout": 0.2}
-    assert found.sequence.activation_dropout == 0.3
+    assert found.model.activation_dropout == 0.3
     assert (found.model.dropout, found.model.attention_dropout) == (0.3, 0.1)
 
 
@@ -210,7 +210,7 @@ REFUSED = [
 MENTIONS = {
     "decoder_ffn_embed_dim": "config.model.ffn_size",
     "decoder_attention_heads": "config.model.heads",
-    "decoder_normalize_before": "config.sequence.norm",
+    "decoder_normalize_before": "config.model.norm",
     "max_target_positions": "config.model.positions",
     "encoder_attention_heads": "encoder_embed_dim=16",
 }

@@ -116,10 +116,10 @@ def test_a_run_that_does_not_fit_is_refused(folder, imported, tmp_path):
 
 def test_only_what_the_checkpoint_states_replaces_the_config(folder, tmp_path):
     fields = {"model.dropout": 0.25, "model.remat": "full", "model.attention_dropout": 0.25}
-    asked = replace(config_of(), {**fields, "sequence.activation_dropout": 0.25})
-    named = {"model.dropout", "model.remat", "sequence.activation_dropout"}
+    asked = replace(config_of(), {**fields, "model.activation_dropout": 0.25})
+    named = {"model.dropout", "model.remat", "model.activation_dropout"}
     config = import_fairseq(str(folder), asked, tmp_path / "run", named)
-    assert config.model.dropout == config.sequence.activation_dropout == 0.25
+    assert config.model.dropout == config.model.activation_dropout == 0.25
     assert config.model.attention_dropout == 0.1  # from the checkpoint
     assert config.model.remat == "full"
 

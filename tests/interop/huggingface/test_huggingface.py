@@ -175,7 +175,7 @@ def test_networks_that_their_classes_cannot_compute_are_refused(tmp_path):
     network = random_network()
     stage = network.encoder.stages[0]
     mixer = dataclasses.replace(stage.layer.mixer, kernel_size=7)
-    other = dataclasses.replace(stage, layer=dataclasses.replace(stage.layer, mixer=mixer))
+    other = stage.map(lambda layer: dataclasses.replace(layer, mixer=mixer))
     encoder = dataclasses.replace(network.encoder, stages=(stage, other))
     with refused(ConversionError, "--format=stablehlo"):
         write(folder, dataclasses.replace(network, encoder=encoder))

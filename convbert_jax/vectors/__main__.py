@@ -1,0 +1,92 @@
+"""Scores text vectors, and mines hard negatives.
+
+python -m convbert_jax.vectors similarity --model=runs/vectors --source=csv:sts.csv \\
+    --columns=first,second --score_column=score
+python -m convbert_jax.vectors retrieval --model=runs/vectors --folder=scifact
+python -m convbert_jax.vectors mine --model=runs/vectors --source=csv:pairs.csv \\
+    --columns=question,answer --output=triplets.csv
+"""
+
+import argparse
+import csv
+from pathlib import Path
+
+from convbert_jax import console
+
+with console.missing_package_message():
+    from convbert_jax import storage
+    from convbert_jax.config import ParallelSection, UserError
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m convbert_jax.vectors",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    made = {
+        "similarity": "correlation of cosines with scores of pairs (STS), or average precision",
+        "retrieval": "nDCG@10, MRR@10 and recall@k on a folder in BEIR's layout",
+        "clusters": "V-measure of k-means clusters and labels",
+        "mine": "a csv file of pairs with a hard negative each",
+    }
+    parts = {name: commands.add_parser(name, help=what) for name, what in made.items()}
+    for name, part in parts.items():
+        part.add_argument(
+            "--model", required=True, help="Run or Hugging Face folder, as for `load`."
+        )
+        if name == "retrieval":
+            part.add_argument("--folder", type=Path, required=True, help="Test set.")
+            part.add_argument("--split", default="test", help="Name of the file in qrels/.")
+            part.add_argument("--reranker", help="Model of pairs that sorts the found documents.")
+            continue
+        part.add_argument(
+            "--source", required=True, help="csv:FILE, tsv:FILE, jsonl:FILE or parquet:GLOB."
+        )
+        what = "Text and label" if name == "clusters" else "First and second text"
+        part.add_argument("--columns", default="", help=f"{what}: first,second.")
+    parts["similarity"].add_argument("--score_column", required=True, help="Column of the score.")
+    parts["mine"].add_argument("--output", type=Path, required=True, help="csv file to write.")
+    return parser
+
+
+def main() -> None:
+    options = make_parser().parse_args()
+    with console.missing_package_message():
+        console.set_up_logging()
+        from convbert_jax.inference.loading import load
+        from convbert_jax.vectors import evaluation, mining
+    try:
+        if options.command == "retrieval":
+            data = evaluation.read_retrieval(options.folder, options.split)
+            reranker = load(options.reranker) if options.reranker else None
+            _print(evaluation.score_retrieval(load(options.model), data, reranker))
+            return
+        columns = tuple(filter(None, options.columns.split(",")))
+        scored = getattr(options, "score_column", "")
+        section = ParallelSection(columns=columns, score_column=scored)
+        rows = evaluation.read_rows(options.source, section, scored=bool(scored))
+        if scored:
+            _print(evaluation.score_similarity(load(options.model), rows))
+            return
+        if options.command == "clusters":
+            _print({"v_measure": evaluation.score_clusters(load(options.model), rows)})
+            return
+        if options.output.exists():
+            raise UserError(f"{options.output} exists. Remove it or use another --output.")
+        found = list(mining.mine(load(options.model), rows))
+        with storage.replacing(storage.to_path(options.output), "w") as file:
+            csv.writer(file).writerows([("first", "second", "negative"), *found])
+        print(f"Wrote {len(found):,} of {len(rows):,} pairs with a hard negative.")
+    except UserError as error:
+        console.fail(str(error))
+
+
+def _print(scores: dict[str, float]) -> None:
+    for name, value in scores.items():
+        print(f"{name:18} {value:.4f}")
+
+
+if __name__ == "__main__":
+    main()
