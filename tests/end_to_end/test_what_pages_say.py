@@ -162,10 +162,18 @@ def standard_input(path: pathlib.Path) -> Iterator[None]:
         os.close(kept)
 
 
-def start(words: list[str]) -> None:
-    """Run `python -m convbert_jax.main` in this process; an error fails the test."""
+def start(words: list[str], afresh: bool = False) -> None:
+    """Run `python -m convbert_jax.main` in this process; an error fails the test.
+
+    Args:
+      words: the flags.
+      afresh: remove a run that another page left in the folder.
+    """
     with flagsaver.flagsaver(), standard_input(pathlib.Path("texts.txt")):
-        main.main(command_line.read(["main.py", *words]))
+        request = command_line.read(["main.py", *words])
+        if afresh:
+            shutil.rmtree(request.workdir, ignore_errors=True)
+        main.main(request)
 
 
 @pytest.mark.parametrize("page", ORDER)
@@ -183,11 +191,9 @@ def test_the_commands_of_a_page_run(page, home, monkeypatch):
         assert words[:3] == ["python", "-m", "convbert_jax.main"], line
         words = [w.replace("FOLDER", "runs/small").replace("OUT", "inside") for w in words[3:]]
         make_what_it_reads(words)
-        if "--mode" not in line and (made := flag(words, "workdir")):
-            shutil.rmtree(made, ignore_errors=True)  # left by another page
         if output := flag(words, "output"):
             pathlib.Path(output).unlink(missing_ok=True)
-        start(in_small(words))
+        start(in_small(words), afresh="--mode" not in line and "--config=" in line)
         assert not output or pathlib.Path(output).exists(), line
 
 
