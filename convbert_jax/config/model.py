@@ -143,7 +143,8 @@ class ModelSection:
     remat: Changeable[Literal["none", "dots", "full"]] = "none"
     # layers per scan iteration: 1, or all layers, which compiles longer and runs faster; by the
     # cost model of the TPU compiler, values in between are slower than both. A mesh of several CPUs
-    # always unrolls all layers, because XLA confuses collectives in loops there.
+    # always unrolls all layers, because XLA confuses collectives in loops there. One CPU unrolls in
+    # training only.
     scan_unroll: Changeable[SmallCount] = 1
 
 

@@ -4,7 +4,6 @@ Functions of hidden states (`Finish`), such as pooling or predictions for masked
 the compiled program.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from convbert_jax.config import EncoderConfig
 from convbert_jax.data.samplers import choose_buckets
 from convbert_jax.data.tasks.labelled_text import Rows
 from convbert_jax.finetuning.fitting import predict_rows
@@ -39,7 +37,8 @@ class NetworkOnDevice:
           dtype: dtype of the computation; parameters and logits are float32.
         """
         outputs = {head: 1 for head in PRETRAINING_HEADS if network.has(head)}
-        encoder = _of_single_rows(network.encoder)
+        # Convolutions read zeros beyond the end of a row, so padding does not change its outputs.
+        encoder = network.encoder.with_mixers(mask_convolution=True)
         graphdef = nnx.graphdef(make_modules(network.embeddings, encoder, outputs))
         parts = ("embeddings/", "encoder/", *(f"{name}/" for name in outputs))
         flat = stack(network.parameters, network.encoder)
@@ -147,17 +146,6 @@ def take(rows: Rows, places: np.ndarray) -> Rows:
     by_token = {name: values[places] for name, values in rows.by_token.items()}
     by_row = {name: values[places] for name, values in rows.by_row.items()}
     return Rows(rows.lengths[places], by_token, by_row)
-
-
-def _of_single_rows(encoder: EncoderConfig) -> EncoderConfig:
-    """Changes an encoder so that padded rows of one segment give the outputs of unpadded rows.
-
-    Convolutions are masked: they read zeros beyond the end of a row. On a CPU layers are not
-    unrolled: XLA slices the stacked parameters of unrolled layers in slow loops and compiles three
-    times as long.
-    """
-    unroll = 1 if dispatch.platform() == "cpu" else encoder.scan_unroll
-    return dataclasses.replace(encoder.with_mixers(mask_convolution=True), scan_unroll=unroll)
 
 
 def find_buckets(width: int) -> tuple[int, ...]:

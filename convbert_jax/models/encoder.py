@@ -235,7 +235,8 @@ def scan_stages(
     for i, stage in enumerate(config.stages):
         layers, period = stages[str(i)], len(stage.pattern)
         keys = None if key is None else jax.random.split(jax.random.fold_in(key, i), stage.depth)
-        unroll = layers_at_once(stage.depth // period, max(1, config.scan_unroll // period))
+        wanted = max(1, config.scan_unroll // period)
+        unroll = layers_at_once(stage.depth // period, wanted, training=key is not None)
         if period == 1:
             scanned = jax.lax.scan(lambda x, each: run(x, *each), x, (layers, keys), unroll=unroll)
         else:

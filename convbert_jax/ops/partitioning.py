@@ -163,10 +163,15 @@ def several_cpus() -> bool:
     return math.prod(_axes().values()) > 1 and dispatch.platform() == "cpu"
 
 
-def layers_at_once(depth: int, wanted: int) -> int:
-    """Returns the layers per scan iteration: `wanted`, at most `depth`; `depth` on several CPUs."""
+def layers_at_once(depth: int, wanted: int, training: bool) -> int:
+    """Returns the layers per scan iteration: `wanted`, at most `depth`.
+
+    On several CPUs `depth`. On one CPU, unless in training, 1: XLA slices the stacked parameters of
+    unrolled layers in slow loops and compiles two to three times as long.
+    """
     if not several_cpus():
-        return min(wanted, depth)
+        alone = dispatch.platform() == "cpu" and not training
+        return 1 if alone else min(wanted, depth)
     if wanted < depth:
         dispatch.say(
             f"Using {depth} layers per scan iteration instead of config.model.scan_unroll="

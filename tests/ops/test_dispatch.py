@@ -183,6 +183,7 @@ def test_whole_channels_says_nothing_where_nothing_splits_heads(rows):
 @pytest.mark.parametrize(("devices", "found"), [(1, 1), (2, 6)])
 def test_several_cpus_take_all_layers_at_once_and_say_so(devices, found, caplog):
     with caplog.at_level("INFO"), mesh(data=devices):
-        assert partitioning.layers_at_once(6, 1) == found
-        assert partitioning.layers_at_once(6, 6) == partitioning.layers_at_once(6, 9) == 6
+        assert partitioning.layers_at_once(6, 1, training=True) == found
+        assert partitioning.layers_at_once(6, 9, training=True) == 6
+        assert partitioning.layers_at_once(6, 6, training=False) == found
     assert ["6" in record.getMessage() for record in caplog.records] == [True] * (devices > 1)
