@@ -37,6 +37,9 @@ NOT_HERE = {
     r"verify_resume": "test_command_line.py",
     r"train\.tracker": "packages of trackers: tests/training/test_trackers.py",
     r"convbert_jax\.serve": "it serves until it is stopped: tests/serve/",
+    r"convbert_jax\.vectors": "tests/vectors/",
+    r"convbert_jax\.minimal_pairs": "tests/inference/test_likelihood.py",
+    r"--format=onnx": "PyTorch: tests/interop/huggingface/test_onnx.py",
     r"launch/docs\.py|launch/sweep\.py": "tests/test_pages.py, tests/sweeps/",
     r"benchmarks": "figures: tests/benchmarks/",
 }
@@ -47,7 +50,7 @@ ORDER = (
     "glue", "squad", "own_task", "named_entities", "predict", "finetuning_scores",
     "exact_resume", "distill", "look_inside",
     "mixers", "README", "import_weights", "import_fairseq", "export_weights", "translation",
-    "own_pairs", "embeddings", "text_generation", "score_texts", "pretrain_seq2seq",
+    "own_pairs", "embeddings", "search", "lora", "babylm", "export_onnx", "text_generation", "score_texts", "pretrain_seq2seq",
     "language_model",
     "own_mixer", "own_optimizer", "check_machine", "plan", "several_devices", "cloud", "gpu",
     "tpu", "out_of_memory", "faq", "file_formats", "corpus_to_classifier",
@@ -143,6 +146,10 @@ def home(tmp_path_factory, text_source):
         passages = [f"{line(8)},{'May' if n % 2 else 'Raabe'}" for n in range(rows)]
         write(f"{name}.csv", ["text,author", *passages])
     write("pairs.csv", ["question,answer", *(f"{line(4)},{line(6)}" for _ in range(120))])
+    judged = [f"{line(4)},{line(6)},{'yes' if n % 2 else 'no'}" for n in range(120)]
+    write("judged.csv", ["query,document,relevant", *judged])
+    (folder / "babylm").mkdir()
+    (folder / "babylm" / "a.train.txt").write_text(paragraphs)
     write("new.conll", ["the", "bank"])
     write("new.csv", ["title,body", *(f"{line(2)},{line(5)}" for _ in range(4))])
     write("texts.txt", [f"the {line(8)}" for _ in range(6)])
