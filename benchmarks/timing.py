@@ -14,16 +14,16 @@ from typing import Any
 
 from convbert_jax.analysis import tpu_devices, tpu_pricing
 
-TARGETS = (*(f"tpu:{name}" for name in tpu_devices.CHIPS), "cpu", "gpu")
-UNITS = {"cpu": "ms", "gpu": "ms"}  # TPU targets: thousand cycles
+TARGETS = (*(f"tpu:{name}" for name in tpu_devices.CHIPS), "cpu", "gpu", "tpu")
+UNITS = {"cpu": "ms", "gpu": "ms", "tpu": "ms"}  # compile-only targets: thousand cycles
 
 
 def use(target: str) -> None:
-    """Makes JAX compile for `target`; call it before importing jax. Exits without a GPU."""
-    if target.startswith("tpu"):
+    """Makes JAX compile for `target`; call it before importing jax. Exits without the device."""
+    if target.startswith("tpu:"):
         tpu_pricing.use_compile_only_tpu()
         return
-    os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda,cpu"}[target]
+    os.environ["JAX_PLATFORMS"] = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(target, "cpu")
     import jax
 
     try:
@@ -32,8 +32,8 @@ def use(target: str) -> None:
         found = "no device"
     if found != target:
         sys.exit(
-            f"--target={target}, but jax finds {found}; install jax for a GPU "
-            "(pip install 'jax[cuda12]') or choose another target."
+            f"--target={target}, but jax finds {found}; install jax for it (pip install "
+            "'jax[cuda12]' or 'jax[tpu]') or choose another target."
         )
 
 
@@ -146,11 +146,11 @@ def measure(
     """Returns the cost of each program.
 
     Args:
-      programs: name -> (function, trees of jax.ShapeDtypeStruct). On a CPU or GPU the shapes are
-        filled by `fill`.
+      programs: name -> (function, trees of jax.ShapeDtypeStruct). On a device the shapes are filled
+        by `fill`.
       others: further functions without arguments, timed in the same rounds.
     """
-    if target.startswith("tpu"):
+    if target.startswith("tpu:"):
         return {name: _price(function, shapes, target) for name, (function, shapes) in
                 programs.items()}  # fmt: skip
     import jax

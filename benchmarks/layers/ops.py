@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace, target: str, direction: str):
         sizes[op] = floor_bytes(arrays, cotangent, gradients, direction)
         arguments = arrays if direction == "forward" else [cotangent, *arrays]
         programs[op, name] = with_direction(function, direction, gradients), arguments
-    if target.startswith("tpu"):
+    if target.startswith("tpu:"):
         costs = timing.measure(programs, target)
         floors = {op: tpu_devices.chip(target).bandwidth_cycles(size) / 1e3
                   for op, size in sizes.items()}  # fmt: skip

@@ -27,7 +27,7 @@ from convbert_jax.decoding.state import FIRST
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="tpu:v5e", choices=timing.TARGETS[:-2])
+    parser.add_argument("--target", default="tpu:v5e", choices=timing.TARGETS[:-3])
     parser.add_argument("--mixers", nargs="+", default=MIXERS)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512, help="channels; heads have 64")

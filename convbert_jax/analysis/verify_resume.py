@@ -24,15 +24,22 @@ class ResumeError(UserError):
     """The two runs differ or could not be completed."""
 
 
-def run(arguments: list[str], workdir: epath.PathLike, *, steps: int) -> str:
-    """Trains without interruption, and with a SIGKILL midway and a resumption; compares both.
+def run(
+    arguments: list[str],
+    workdir: epath.PathLike,
+    *,
+    steps: int,
+    number: signal.Signals = signal.SIGKILL,
+) -> str:
+    """Trains without interruption, and with a signal midway and a resumption; compares both.
 
-    The second run is killed after its first checkpoint at or after the middle step.
+    The second run is stopped after its first checkpoint at or after the middle step.
 
     Args:
       arguments: flags of main.py: --config and overrides.
       workdir: workdir of the run to verify; all files are written below WORKDIR/verify_resume.
       steps: length of both runs.
+      number: signal that stops the second run. It saves a checkpoint at SIGTERM, not at SIGKILL.
 
     Returns:
       A sentence with the result.
@@ -61,7 +68,7 @@ def run(arguments: list[str], workdir: epath.PathLike, *, steps: int) -> str:
 
     logging.info("Training again; this run will be killed midway.")
     with _started(shared, killed) as process:
-        killed_at = _kill_after(process, killed, steps // 2, steps)
+        killed_at = _kill_after(process, killed, steps, number)
     logging.info("Killed after the checkpoint of step %d; resuming.", killed_at)
     with _started(shared, killed) as process:
         _wait(process, "The resumed run")
@@ -125,8 +132,11 @@ def _wait(process: subprocess.Popen, name: str) -> None:
         )
 
 
-def _kill_after(process: subprocess.Popen, killed: Workdir, middle: int, steps: int) -> int:
-    """Kills the run as soon as a checkpoint of step `middle` or later is complete."""
+def _kill_after(
+    process: subprocess.Popen, killed: Workdir, steps: int, number: signal.Signals
+) -> int:
+    """Stops the run after a checkpoint of the middle or later; returns its last checkpoint."""
+    middle = steps // 2
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -138,8 +148,8 @@ def _kill_after(process: subprocess.Popen, killed: Workdir, middle: int, steps: 
             )
         done = [step for step in killed.steps() if step >= middle]
         if done:
-            process.send_signal(signal.SIGKILL)
+            process.send_signal(number)
             process.wait()
-            return max(done)
+            return killed.steps()[-1]
         time.sleep(0.02)
     raise ResumeError(f"No checkpoint of step {middle} after {_PATIENCE} s; the run was stopped.")

@@ -1,7 +1,9 @@
-"""benchmarks/: command lines of all scripts, data folders, and the schedule of on_gpu."""
+"""benchmarks/: command lines of all scripts, data folders, and the jobs of on_gpu and on_tpu."""
 
+import argparse
 import dataclasses
 import importlib.util
+import json
 import re
 import runpy
 import signal
@@ -51,7 +53,13 @@ def test_configs_and_pages_name_no_data_folder_of_the_benchmarks():
                 assert not re.search("shared/data|CONVBERT_DATA", path.read_text("utf-8")), path
 
 
-# --- python -m benchmarks.on_gpu with a simulated clock that advances only during sleeps ---
+# --- on_gpu and on_tpu with a simulated clock that advances only during sleeps ---
+
+
+def list_jobs(device, folder, *, rehearse=False, data=None):
+    listed = importlib.import_module(f"benchmarks.on_{device}").list_jobs
+    options = {"folder": folder, "rehearse": rehearse, "data": data, "topology": "v5e:1x1"}
+    return listed(argparse.Namespace(**options))
 
 
 @dataclasses.dataclass
@@ -96,7 +104,7 @@ class Machine:
 
     def run(self, jobs, folder, seconds) -> dict[str, dict]:
         """Returns the last record of each job."""
-        from benchmarks.on_gpu import schedule
+        from benchmarks.on_device import schedule
 
         results = schedule.Results(folder)
         end = self.now + seconds
@@ -104,18 +112,18 @@ class Machine:
         return {line["job"]: line for line in results.read() if line["kind"] == "end"}
 
 
-@settings(max_examples=15, deadline=None)
+@pytest.mark.parametrize("device", ["gpu", "tpu"])
+@settings(max_examples=8, deadline=None)
 @given(
     durations=st.lists(st.floats(0.1, 1e6), min_size=15, max_size=15),
     minutes=st.floats(1, 20),
     obeys=st.booleans(),
 )
-def test_the_gpu_jobs_end_within_the_minutes(tmp_path_factory, durations, minutes, obeys):
-    from benchmarks.on_gpu import __main__ as on_gpu
-    from benchmarks.on_gpu import schedule
+def test_the_jobs_end_within_the_minutes(device, tmp_path_factory, durations, minutes, obeys):
+    from benchmarks.on_device import schedule
 
     folder = tmp_path_factory.mktemp("run")
-    jobs = on_gpu.list_jobs(folder, None, smoke=False)
+    jobs = list_jobs(device, folder)
     scripts = {job.name: Script(s, obeys=obeys) for job, s in zip(jobs, durations, strict=False)}
     machine = Machine(scripts)
     ends = machine.run(jobs, folder, 60 * minutes)
@@ -123,18 +131,23 @@ def test_the_gpu_jobs_end_within_the_minutes(tmp_path_factory, durations, minute
     assert set(ends) == {job.name for job in jobs}
 
 
-def test_gpu_jobs_that_hang_leave_time_for_every_section(tmp_path):
-    from benchmarks.on_gpu import __main__ as on_gpu
-
-    jobs = on_gpu.list_jobs(tmp_path, None, smoke=False)
-    ends = Machine({job.name: Script(1e9) for job in jobs}).run(jobs, tmp_path, 780)
-    for section in ("environment", "kernels", "step small", "step base", "pretrain"):
+@pytest.mark.parametrize(
+    ("device", "seconds", "sections"),
+    [
+        ("gpu", 780, "environment, kernels gpu, step small, step base, babylm rtd"),
+        ("tpu", 3_580, "doctor, kernels tpu, step small 128x128 default, resume small"),
+    ],
+)
+def test_jobs_that_hang_leave_time_for_every_section(device, seconds, sections, tmp_path):
+    jobs = list_jobs(device, tmp_path)
+    ends = Machine({job.name: Script(1e9) for job in jobs}).run(jobs, tmp_path, seconds)
+    for section in sections.split(", "):
         assert ends[section]["status"] in ("killed", "stopped"), section
-    assert ends["pretrain"]["seconds"] >= 30
+        assert ends[section]["seconds"] >= 29
 
 
 def test_a_second_call_repeats_what_failed_or_hung(tmp_path):
-    from benchmarks.on_gpu.schedule import Job
+    from benchmarks.on_device.schedule import Job
 
     jobs = [Job(name, [], 10.0) for name in "abc"]
     ends = Machine({"b": Script(code=1), "c": Script(1e9, obeys=False)}).run(jobs, tmp_path, 100)
@@ -146,7 +159,7 @@ def test_a_second_call_repeats_what_failed_or_hung(tmp_path):
 
 
 def test_a_real_process_is_killed_with_its_children(tmp_path):
-    from benchmarks.on_gpu import schedule
+    from benchmarks.on_device import schedule
 
     code = "import subprocess, time; print('begun', flush=True); subprocess.run(['sleep', '60'])"
     job = schedule.Job("two words", [sys.executable, "-c", code], 3)
@@ -160,33 +173,83 @@ def test_a_real_process_is_killed_with_its_children(tmp_path):
 def test_a_rehearsal_writes_the_results_of_a_job(tmp_path, monkeypatch):
     import jax
 
-    from benchmarks.on_gpu import __main__ as on_gpu
-    from benchmarks.on_gpu.schedule import Results
+    from benchmarks.on_device import session
+    from benchmarks.on_device.schedule import Results
 
-    command = ["on_gpu", f"--folder={tmp_path}", "--smoke", "--job=environment"]
+    command = ["session", "environment", f"--folder={tmp_path}", "--rehearse"]
     monkeypatch.setattr(sys, "argv", command)
-    on_gpu.main()
+    session.main()
     (line,) = Results(tmp_path).read()
     assert line["packages"]["jax"] == jax.__version__
     assert line["device_kind"] == "cpu"
-    # as where PyTorch is installed
+
+
+def test_every_kind_of_job_is_in_a_list(tmp_path, monkeypatch):
+    from benchmarks.on_device import session
+
+    # as where PyTorch and libtpu are installed
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    words = [word for job in on_gpu.list_jobs(tmp_path, None, False) for word in job.command]
-    names = {match[1] for word in words if (match := re.match(r"--job=(\w+)", word))}
-    assert names == set(on_gpu.CHILDREN)
+    jobs = list_jobs("gpu", tmp_path) + list_jobs("tpu", tmp_path)
+    assert {job.name.split()[0] for job in jobs if "--folder" in str(job.command)} == set(
+        session.CHILDREN
+    )
 
 
-@pytest.mark.parametrize("smoke", [False, True])
-def test_the_pretraining_on_a_gpu_is_a_valid_command(smoke, tmp_path):
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_the_pretraining_on_a_gpu_is_a_valid_command(rehearse, tmp_path):
+    from convbert_jax.config import to_dict
+
+    jobs = list_jobs("gpu", tmp_path, rehearse=rehearse, data=tmp_path / "text")
+    for recipe, job in zip(("replaced_token", "masked_lm"), jobs[-2:], strict=True):
+        config = config_of(job)
+        assert (config.recipe, config.model.attention_dropout) == (recipe, 0)
+        assert config.data.source == f"text:{tmp_path / 'text'}/**/*.txt"
+        assert config.data.directory == str(tmp_path / "text")
+        assert to_dict(config)["train"]["steps"] == (4 if rehearse else "10 epochs")
+
+
+def config_of(job):
+    """Return the config of a job that runs main.py."""
     import convbert_jax
-    from benchmarks.on_gpu import __main__ as on_gpu
     from convbert_jax.command_line import overrides
 
-    *_, pretrain = on_gpu.list_jobs(tmp_path, tmp_path / "text", smoke)
-    _, _, module, *arguments = pretrain.command
-    fields, rest = overrides.take(arguments)
-    assert (module, rest[-1]) == ("convbert_jax.main", f"--workdir={tmp_path / 'pretrain'}")
-    config = convbert_jax.load_config("tiny" if smoke else "small", **fields)
-    assert config.data.source == f"text:{tmp_path / 'text'}/**/*.txt"
-    assert config.model.scan_unroll == config.model.layers
-    assert config.checkpoint.every < config.train.steps
+    _, _, module, config, *arguments = job.command
+    assert module == "convbert_jax.main"
+    fields, _ = overrides.take(arguments)
+    return convbert_jax.load_config(config.removeprefix("--config="), **fields)
+
+
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_the_plans_on_a_tpu_are_of_the_measured_steps(rehearse, tmp_path, monkeypatch):
+    from benchmarks.on_device import steps
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    jobs = {job.name: job for job in list_jobs("tpu", tmp_path, rehearse=rehearse)}
+    plans = [name for name in jobs if name.startswith("plan ")]
+    assert len(plans) == (1 if rehearse else 4)
+    for name in plans:
+        step = name.replace("plan", "step", 1)
+        assert step in jobs
+        assert config_of(jobs[name]) == steps.read_config(step, rehearse)
+
+
+def test_measured_times_are_divided_by_predicted_ones(tmp_path):
+    from benchmarks.on_device import tpu
+    from benchmarks.on_device.schedule import Results
+
+    results = Results(tmp_path)
+    results.write("step small 128x128 default", "figures", ms=30.0)
+    results.write("step base 64x512 microbatches", "figures", ms=1.0)  # was not planned
+    results.write("layers 64x128", "figures", ms={"attention": 3.0, "convbert, xla": 5.0})
+    predicted = {"attention": 2.0, "convbert, xla": None}
+    results.write("layers 64x128 predicted v5e", "figures", ms=predicted)
+    (tmp_path / "plans").mkdir()
+    plans = {"small_128x128_default": {"seconds_of_a_step": [0.02, 0.06]}, "tiny": {"fits": False}}
+    for name, plan in plans.items():
+        (tmp_path / "plans" / f"{name}.json").write_text(json.dumps(plan))
+    tpu.write_calibration(results)
+    found = json.loads((tmp_path / "calibration.json").read_text())
+    assert {name: row["ratio"] for name, row in found.items()} == {
+        "step small 128x128 default": [1.5, 0.5],
+        "layers 64x128 attention": [1.5],
+    }

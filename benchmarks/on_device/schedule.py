@@ -12,7 +12,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-LEAST = 15.0  # seconds; a job with less time is skipped
+LEAST = 15.0  # seconds; a job with less time before its grace is skipped
 POLL = 0.2
 SHOWN = 300  # characters shown from a failed job's log
 ARCHIVES, ARCHIVE_BYTES = 8, 15_000_000
@@ -144,7 +144,7 @@ def run(
             if job.alone:
                 supervise(list(running))
             left = end - clock() - job.reserve
-            if left < LEAST:
+            if left < LEAST + job.grace:
                 results.write(job.name, "end", status="skipped", left=left)
                 continue
             now = clock()
@@ -191,13 +191,7 @@ def pack(folder: pathlib.Path, large: Sequence[pathlib.Path]) -> list[pathlib.Pa
 
     first = archives / "results.tar.gz"
     with tarfile.open(first, "w:gz") as tar:
-        patterns = (
-            "*.jsonl",
-            "*/kernel_checks.json",
-            "pretrain/*.json*",
-            "pretrain/*.html",
-            "logs/*",
-        )
+        patterns = ("*.json*", "*/*.json*", "*/*.html", "logs/*", "profiles/**/*.xplane.pb")
         for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
             tar.add(path, path.relative_to(folder), filter=bound)
     whole = archives / "large.tar.gz"

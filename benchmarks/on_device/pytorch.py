@@ -9,13 +9,13 @@ PyTorch's scaled_dot_product_attention. Products use bfloat16 autocast; there is
 import statistics
 import time
 
-from benchmarks.on_gpu import steps
-from benchmarks.on_gpu.schedule import Results
+from benchmarks.on_device import steps
+from benchmarks.on_device.schedule import Results
 
 ROUNDS, IN_A_ROW = 5, 4
 
 
-def measure(results: Results, job: str, smoke: bool) -> None:
+def measure(results: Results, job: str, rehearse: bool) -> None:
     """Writes the speed of a step.
 
     Args:
@@ -24,7 +24,7 @@ def measure(results: Results, job: str, smoke: bool) -> None:
     import torch
 
     how, size, model = job.split()
-    config, device = steps.read_config(size, smoke), "cpu" if smoke else "cuda"
+    config, device = steps.read_config(f"step {size}", rehearse), "cpu" if rehearse else "cuda"
     batch = config.train.batch_size
     while True:
         try:

@@ -7,14 +7,15 @@ import shutil
 import subprocess
 import sys
 
-from benchmarks.on_gpu.schedule import Results
+from benchmarks.on_device.schedule import Results
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda12-plugin", "jax-cuda13-plugin")
-PACKAGES += ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "torch", "transformers", "triton")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "libtpu", "jax-cuda12-plugin")
+PACKAGES += ("jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "torch")
+PACKAGES += ("transformers", "triton")
 DRIVER = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
 
 
-def describe(results: Results, job: str, smoke: bool) -> None:
+def describe(results: Results, job: str, rehearse: bool) -> None:
     """Writes versions, device and driver."""
     import jax
 
@@ -43,12 +44,18 @@ def describe(results: Results, job: str, smoke: bool) -> None:
         results.write(job, "figures", driver=dict(zip(DRIVER, values, strict=True)))
 
 
-def check_kernels(results: Results, job: str, smoke: bool) -> None:
-    """Writes the errors of every kernel on new random numbers; continues if a kernel fails."""
+def check_kernels(results: Results, job: str, rehearse: bool) -> None:
+    """Writes the errors of every kernel on new random numbers; continues if a kernel fails.
+
+    Args:
+      job: "kernels gpu" or "kernels tpu".
+    """
     import jax.numpy as jnp
 
-    for dtype in ("float32",) if smoke else ("bfloat16", "float32"):
-        for name, function, definitions, arguments in _calls(jnp.dtype(dtype), smoke):
+    for dtype in ("float32",) if rehearse else ("bfloat16", "float32"):
+        for name, function, definitions, arguments in _calls(
+            job.split()[1], jnp.dtype(dtype), rehearse
+        ):
             for against, (definition, exact) in definitions.items():
                 seed = secrets.randbits(30)
                 fields = {"kernel": name, "dtype": dtype, "against": against, "seed": seed}
@@ -67,23 +74,24 @@ def _measure(function, definition, arguments, seed, exact):
     return verification.measure_errors(function, definition, arguments, {}, seed=seed, exact=exact)
 
 
-def _calls(dtype, smoke: bool):
+def _calls(platform: str, dtype, rehearse: bool):
     """Yields cases (name, kernel, {"xla" or "float64": (definition, dtype)}, arguments)."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from convbert_jax.ops import attention, gpu, reference, xla
+    from convbert_jax.ops import attention, gpu, reference, tpu, xla
 
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    more = {"interpret": True} if smoke else {}
+    kernels = {"gpu": gpu, "tpu": tpu}[platform]
+    more = {"interpret": True} if rehearse else {}
     # rows, length, heads, width, taps, dilation, causal
     cases = {"uneven": (3, 130, 3, 48, 4, 2, False)}
     if dtype == jnp.bfloat16:
         cases = {"base": (2, 512, 6, 64, 9, 1, False), "31 taps": (2, 70, 2, 16, 31, 1, True)}
-    if smoke:
+    if rehearse:
         cases = {"tiny": (2, 20, 2, 16, 3, 1, False)}
     for case, (rows, length, heads, width, count, dilation, causal) in cases.items():
         ids = jax.ShapeDtypeStruct((rows, length), np.int32)
@@ -98,20 +106,18 @@ def _calls(dtype, smoke: bool):
             ),
         }
         for op, arguments in calls.items():
-            kernel = functools.partial(getattr(gpu, op), **more)
+            kernel = functools.partial(getattr(kernels, op), **more)
             definitions = {
                 "xla": (getattr(xla, op), jnp.float32),
                 "float64": (getattr(reference, op), np.float64),
             }
             yield f"{op}, {case}", kernel, definitions, arguments
-        if dtype != jnp.float32 and length % 2 == 0 and not smoke:
+        arguments = ((wide,) * 3) + (ids, ids, causal, 0)
+        for name, one in attention.IMPLEMENTATIONS.items():
+            if rehearse or one.platform != platform or one.refuses(*arguments):
+                continue
             definitions = {"xla": (attention.xla, jnp.float32), "float64": (_attention, np.float64)}
-            yield (
-                f"attention, {case}",
-                attention.cudnn,
-                definitions,
-                (wide,) * 3 + (ids, ids, causal, 0),
-            )
+            yield f"attention by {name}, {case}", one.function, definitions, arguments
 
 
 def _attention(query, key, value, ids, key_ids, causal, window):
