@@ -1,7 +1,7 @@
 """The first hour on a TPU: checks, kernels, steps and exact resumption, in order of value.
 
     python -m benchmarks.on_tpu                          # one v5e host, of 1, 4 or 8 chips
-    python -m benchmarks.on_tpu --minutes=3 --rehearse   # tiny shapes on a CPU
+    python -m benchmarks.on_tpu --minutes=6 --rehearse   # tiny shapes on a CPU
 
     doctor, environment    checks of --mode=doctor; versions
     kernels, tests         every kernel against XLA and float64; tests with the marker tpu
