@@ -7,7 +7,7 @@ import jax
 
 from convbert_jax.analysis import flops
 from convbert_jax.config import Config, describe_fields
-from convbert_jax.config.lengths import find_texts
+from convbert_jax.config.lengths import find_texts, hours_of
 from convbert_jax.training import partitioning
 from convbert_jax.training.optimizer import make_optimizer
 from convbert_jax.training.partitioning import Params
@@ -91,10 +91,8 @@ def _describe_run(config: Config) -> list[str]:
     ]
     if texts := list(find_texts(config)):
         of_run = ", ".join(f"{field}={text}" for field, text in texts)
-        return [
-            *lines,
-            f"run                         {of_run}; steps are known after --mode=prepare",
-        ]
+        known = "--mode=prepare" if hours_of(config) is None else "the run has started"
+        return [*lines, f"run                         {of_run}; steps are known after {known}"]
     seen = t.steps * tokens
     if config.phases:
         phases = zip(config.phase_configs, config.phase_lengths, strict=True)

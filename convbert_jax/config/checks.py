@@ -110,6 +110,15 @@ def _find_in_lengths(config: Config) -> Iterator[Problem]:
             yield path, "is not defined for config.data.mixture; give it in words or tokens."
         if path == "train.steps" and unit == lengths.SHARE:
             yield path, "is a share of itself; give it in steps, tokens, words or epochs."
+        if unit == lengths.HOURS and path != "train.steps":
+            yield path, "is in hours, which only config.train.steps supports; give a share of it."
+        # The speed is measured at the start, so all steps must have equal costs.
+        if unit == lengths.HOURS and (config.phases or config.objective.masked_lm_steps):
+            varies = "config.phases" if config.phases else "config.objective.masked_lm_steps"
+            yield (
+                path,
+                f"is in hours, but {varies} changes the cost of a step; give steps or words.",
+            )
 
 
 def _find_in_model(config: Config) -> Iterator[Problem]:

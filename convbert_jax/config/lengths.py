@@ -1,7 +1,8 @@
 """Lengths of a run as texts, "100M words" or "3 epochs", and their conversion to steps.
 
 A field of type `Length` holds a number of steps or such a text. A run replaces the texts once its
-corpus is prepared, so training and the stored config have numbers only.
+corpus is prepared, so training and the stored config have numbers only. A new run measures its
+speed to replace config.train.steps="24 hours"; a resumed run reads the number from its config.
 """
 
 import dataclasses
@@ -14,14 +15,18 @@ from convbert_jax.config.errors import ConfigError
 from convbert_jax.config.run import Config
 
 SHARE = "%"  # of config.train.steps
+HOURS = "hours"
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _LENGTH = re.compile(
-    r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmbt]?)\s*(steps?|tokens?|words?|epochs?|%)", re.I | re.ASCII
+    r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmbt]?)\s*(steps?|tokens?|words?|epochs?|hours?|minutes?|%)",
+    re.I | re.ASCII,
 )
 
 
 def parse(text: str, field: str) -> tuple[Fraction, str]:
-    """Parses "100M words" to its amount and unit, steps, tokens, words, epochs or `SHARE`.
+    """Parses "100M words" to its amount and unit: steps, tokens, words, epochs, `HOURS` or `SHARE`.
+
+    Minutes are converted to hours.
 
     Raises:
       ConfigError: the text has another form, or is zero.
@@ -30,12 +35,22 @@ def parse(text: str, field: str) -> tuple[Fraction, str]:
     if not match or not (amount := Fraction(match[1]) * _MULTIPLES[match[2].lower()]):
         raise ConfigError(
             "is not a length; write a number of steps, or as '100M words', '50M tokens', "
-            "'3 epochs' or '10%' (of config.train.steps).",
+            "'3 epochs' or '10%' (of config.train.steps); config.train.steps also as '24 hours'.",
             field=field,
             value=text,
         )
     unit = match[3].lower()
+    if unit.startswith("minute"):
+        return amount / 60, HOURS
     return amount, unit if unit == SHARE else unit.rstrip("s") + "s"
+
+
+def hours_of(config: Config) -> Fraction | None:
+    """Returns the budget of a run with config.train.steps in hours or minutes, or None."""
+    if isinstance(config.train.steps, int):
+        return None
+    amount, unit = parse(config.train.steps, "config.train.steps")
+    return amount if unit == HOURS else None
 
 
 def find_texts(section, path: str = "config") -> Iterator[tuple[str, str]]:
@@ -67,7 +82,7 @@ def to_steps(config: Config, rates: Callable[[Config], Mapping[str, Fraction]]) 
       rates: config of a phase -> unit -> amount in a step, for the units that are known.
 
     Raises:
-      ConfigError: the rate of a unit is unknown.
+      ConfigError: the rate of a unit is unknown, or `train.steps` is in hours.
     """
 
     def convert(length: int | str, field: str, of_phase: Config, whole=(Fraction(0), "steps")):
@@ -77,6 +92,13 @@ def to_steps(config: Config, rates: Callable[[Config], Mapping[str, Fraction]]) 
         if unit == SHARE:
             amount, unit = whole[0] * amount / 100, whole[1]
         known = {"steps": Fraction(1), **rates(of_phase)}
+        if unit == HOURS:
+            raise ConfigError(
+                "is converted to steps when a run starts, by its measured speed; give a number of "
+                "steps or tokens.",
+                field=field,
+                value=length,
+            )
         if unit not in known:
             raise ConfigError(
                 f"needs the number of {unit} of the corpus; prepare it first with --mode=prepare, "

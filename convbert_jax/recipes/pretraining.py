@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ from etils import epath
 
 from convbert_jax import storage
 from convbert_jax.analysis import overview, pretraining_report
-from convbert_jax.config import Config, UserError
+from convbert_jax.config import Config, ConfigError, UserError, lengths
 from convbert_jax.data import beam_pipeline, bucket, stores
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference.generation import read_mean
@@ -24,10 +25,20 @@ from convbert_jax.recipes.reports import page
 from convbert_jax.recipes.reports import pretraining as reports
 from convbert_jax.recipes.reports.pretraining import PretrainingReport
 from convbert_jax.recipes.results import PretrainingResult
-from convbert_jax.training import environment, loop, metrics_writer, optimizer, partitioning
+from convbert_jax.training import (
+    distributed,
+    environment,
+    loop,
+    metrics_writer,
+    optimizer,
+    partitioning,
+)
 from convbert_jax.training.loop import Rollbacks, TrainingError
+from convbert_jax.training.timing import format_seconds
 from convbert_jax.training.train_step import Task
 from convbert_jax.workdir import Workdir
+
+_BUDGET_MARGIN = 0.05  # of a budget in hours, for evaluations, checkpoints and the report
 
 
 def prepare(
@@ -81,6 +92,7 @@ def pretrain(
     Raises:
       UserError: invalid config, data or weights, or a failed run; see `loop.train`.
     """
+    begin = time.monotonic()
     metrics_writer.check_tracker(config.train.tracker)
     optimizer.check_method(config.optimizer)
     found = environment.find_devices(config)
@@ -107,6 +119,17 @@ def pretrain(
             )
         recipe.log_start(config)
         data = recipe.open_data(config, workdir)
+        build = functools.partial(
+            tasks.build_task,
+            special=data.tokenizer.special,
+            device=found[0],
+            teacher=teacher,
+            tokenizer=data.tokenizer,
+        )
+        if hours := lengths.hours_of(config):
+            steps = _steps_in(float(hours), begin, config, data, build, mesh)
+            train = dataclasses.replace(config.train, steps=steps)
+            config = dataclasses.replace(config, train=train)
         counted = start.count_steps(config, workdir, required=True)
         if counted is not config:
             config, data = counted, recipe.open_data(counted, workdir)
@@ -118,13 +141,6 @@ def pretrain(
             check_learned(workdir, config, data.tokenizers)
         elif writer:
             keep_vocabularies(workdir, config, data.tokenizers)
-        build = functools.partial(
-            tasks.build_task,
-            special=data.tokenizer.special,
-            device=found[0],
-            teacher=teacher,
-            tokenizer=data.tokenizer,
-        )
         made: dict[Config, Task] = {}  # phases with equal values share their compiled steps
         segments = []
         phases = prepared.open_phases(config, workdir, recipe.effort) if config.phases else [data]
@@ -160,6 +176,49 @@ def pretrain(
                     logging.warning("Cannot write the report of the run: %s", another)
             raise
         return _conclude(config, workdir, data, task, result, mesh)
+
+
+def _steps_in(
+    hours: float,
+    begin: float,
+    config: Config,
+    data: Data,
+    build: Callable[..., Task],
+    mesh: jax.sharding.Mesh,
+) -> int:
+    """Returns the number of training steps that end within `hours` after `begin`.
+
+    Raises:
+      ConfigError: there is no time for a step.
+    """
+    logging.info("Measuring the time of a step for config.train.steps=%s.", config.train.steps)
+    # The time of a step depends on neither.
+    train = dataclasses.replace(config.train, steps=1)
+    section = dataclasses.replace(config.optimizer, warmup_steps=0)
+    measured = dataclasses.replace(config, train=train, optimizer=section)
+    task = build(measured, effort=data.effort(mesh))
+    first, seconds = loop.time_steps(task, measured, mesh, data.training(mesh))
+    # The run compiles its steps again, because its length is a constant in them; the programs of
+    # evaluation and report take no longer.
+    left = hours * 3600 - (time.monotonic() - begin) - 2 * first
+    steps = distributed.broadcast_int(int((1 - _BUDGET_MARGIN) * left / seconds))
+    if steps < 1:
+        raise ConfigError(
+            f"is too short: preparation and compilation need {hours * 3600 - left:.0f} s, and a step "
+            f"{seconds:.3g} s. Give more time, or a number of steps.",
+            field="config.train.steps",
+            value=config.train.steps,
+        )
+    logging.info(
+        "A step takes %.4g s (median of %d). %s remain, %.0f%% of it for evaluations and "
+        "checkpoints: the run has %s steps.",
+        seconds,
+        loop.TIMED_STEPS,
+        format_seconds(left),
+        100 * _BUDGET_MARGIN,
+        f"{steps:,}",
+    )
+    return steps
 
 
 def _publish(config: Config, workdir: Workdir, tokenizer: Tokenizer, step: int, params):

@@ -161,7 +161,7 @@ def count_steps(config: Config, workdir: Workdir, *, required: bool = False) -> 
     units = {lengths.parse(text, field)[1] for field, text in lengths.find_texts(config)}
     if not units and not config.phases:
         return config
-    counted = units & {"words", "epochs"}
+    counted = units & {"words", "epochs", lengths.HOURS}
     folder = sources.trained_folder(workdir, config) if counted else None
 
     def rates(of_phase: Config):
@@ -204,10 +204,15 @@ def _read_start(
 
 
 def _keep_chosen(config: Config, kept: Config) -> Config:
-    """Replaces "auto" in config.tokenizer by the values that the run has chosen."""
+    """Replaces "auto" in config.tokenizer, and a number of hours, by the values of the run."""
     section = config.tokenizer
     chosen = {name: getattr(kept.tokenizer, name) for name in unresolved(section)}
-    return dataclasses.replace(config, tokenizer=dataclasses.replace(section, **chosen))
+    config = dataclasses.replace(config, tokenizer=dataclasses.replace(section, **chosen))
+    if lengths.hours_of(config) is None:
+        return config
+    steps = kept.train.steps
+    logging.info("config.train.steps=%s: the run has %s steps.", config.train.steps, f"{steps:,}")
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
 
 
 def _as_begun(config: Config, workdir: Workdir, given: Collection[str]) -> Config:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -394,6 +395,51 @@ def train(
                 distributed.barrier("rollback")
 
 
+TIMED_STEPS = 30
+
+
+def time_steps(
+    task: Task, config: Config, mesh: Mesh, batches: Batches, count: int = TIMED_STEPS
+) -> tuple[float, float]:
+    """Times training steps with random parameters, which are discarded.
+
+    Returns:
+      (seconds of the first step, including compilation and initialization; median seconds of the
+      next `count` steps).
+
+    Raises:
+      OutOfMemoryError: the device has too little memory.
+    """
+    program = make_program(task, config, mesh)
+    accumulation = config.spec.accumulation(config)
+    with jax.set_mesh(mesh), contextlib.closing(batches), interrupts.nothing_to_save():
+        times = [time.perf_counter()]
+        batch = program.put_batch(next(batches))
+        shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in batch.items()}
+        with memory.explain_out_of_memory(
+            "training",
+            memory.LESS_TO_TRAIN,
+            lambda: memory.find_causes(task, program, shapes, accumulation),
+        ):
+            state = program.init(jax.random.key(config.seed))
+            frozen = _put_frozen(task, program)
+            for _ in range(count + 1):
+                state, _, metrics = program.train_step(state, batch, *frozen)
+                jax.block_until_ready(metrics)
+                times.append(time.perf_counter())
+                batch = program.put_batch(next(batches))
+    first, *seconds = np.diff(times)
+    return float(first), statistics.median(map(float, seconds))
+
+
+def _put_frozen(task: Task, program: Program) -> list[Params]:
+    """Returns the `extra_args` of the steps of a program by `make_program`."""
+    if task.frozen is None:
+        return []
+    (places,) = program.extra_shardings
+    return [partitioning.put_params(task.frozen, places)]
+
+
 @dataclasses.dataclass(kw_only=True)
 class _Run:
     """Arguments of `train` and the state of the loop.
@@ -502,9 +548,7 @@ class _Run:
 
     def to_the_end(self, stop: signals.StopSignals) -> Result:
         t, c = self.config.train, self.config.checkpoint
-        if self.task.frozen is not None:
-            (places,) = self.program.extra_shardings
-            self.extra_args = [partitioning.put_params(self.task.frozen, places)]
+        self.extra_args = _put_frozen(self.task, self.program)
         saved, signal_name = self.step, None
         if self.step == 0:
             self._publish_if_due()

@@ -12,9 +12,10 @@ from convbert_jax.config import ConfigError, lengths
 from convbert_jax.data import corpus
 from convbert_jax.sweeps import runs
 from convbert_jax.sweeps.table import Sweep, SweepError, Variant
+from convbert_jax.training import loop
 from convbert_jax.workdir import Workdir
 from tests.refusals import refused
-from tests.runs import make_config
+from tests.runs import make_config, one_device
 
 RATES = {"tokens": Fraction(256), "words": Fraction(197, 2), "epochs": Fraction(8, 1_000)}
 
@@ -38,7 +39,7 @@ def test_a_length_is_rounded_down_to_steps(text, steps):
     assert not list(lengths.find_texts(found))
 
 
-@pytest.mark.parametrize("text", ["", "words", "-1 words", "0 words", "1e3 words", "3 hours"])
+@pytest.mark.parametrize("text", ["", "words", "-1 words", "0 words", "1e3 words", "3 days"])
 def test_other_texts_are_refused(text):
     with refused(ConfigError, field="config.checkpoint.every", value=text):
         make_config(checkpoint__every=text)
@@ -52,6 +53,10 @@ def test_other_texts_are_refused(text):
         {"train__steps": "10%"},
         {"train__steps": "1 epochs", "recipe": "translation"},
         {"train__eval_every": "10%", "recipe": "finetune"},
+        {"train__eval_every": "1 hour"},
+        {"train__steps": "1 hour", "recipe": "translation"},
+        {"train__steps": "1 hour", "phases": ({"name": "only"},)},
+        {"train__steps": "1 hour", "objective__masked_lm_steps": 2},
     ],
     ids=str,
 )
@@ -101,3 +106,38 @@ def test_a_run_of_words_stores_its_steps_and_resumes(text, tmp_path):
         recipes.plan(
             dataclasses.replace(config, train=longer, optimizer=section), run.folder, topology="cpu"
         )
+
+
+def _in_time(config, steps="60 minutes"):
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+
+
+def test_a_budget_in_minutes_is_measured_once(
+    pretraining_config, pretrained, tmp_path, monkeypatch
+):
+    measured, time_steps = [], loop.time_steps
+
+    def measure(*given):
+        first, seconds = time_steps(*given, 2)
+        assert first > seconds > 0
+        measured.append(given)
+        return 360.0, 600.0
+
+    monkeypatch.setattr(loop, "time_steps", measure)
+    config = _in_time(pretraining_config)
+    assert "60 minutes" in recipes.show(config, tmp_path / "run")
+    with refused(ConfigError, field="config.train.steps", value="60 minutes"):
+        recipes.plan(config, tmp_path / "run", topology="cpu")
+    with one_device():
+        run = recipes.pretrain(config, tmp_path / "run")
+        # 95% of an hour less twice 360 s for compilation; without it, 5 steps
+        assert Workdir(run.folder).read_config().train.steps == run.step == 4
+        again = recipes.pretrain(_in_time(config, "2 hours"), run.folder)
+    assert (again.step, len(measured)) == (4, 1)
+    assert run.evaluation == pretrained.evaluation  # the measurement does not change the run
+
+
+def test_a_budget_without_time_for_a_step_is_refused(pretraining_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "time_steps", lambda *given: (1775.0, 60.0))
+    with refused(ConfigError, field="config.train.steps", value="60 minutes"):
+        recipes.pretrain(_in_time(pretraining_config), tmp_path / "run")
