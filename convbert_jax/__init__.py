@@ -58,7 +58,7 @@ def load(
         does not specify it.
       dtype: compute dtype, "float32" or "bfloat16"; default config.compute_dtype of a run, else
         bfloat16 on accelerators and float32 on CPUs.
-      average: for generative models, number of newest checkpoints to average; default
+      average: number of newest checkpoints of a run to average; default 1, for generative models
         config.decoding.average of the run.
       trust_remote_code: import custom Python code that the config of the run names, as a mixer. It
         runs with your permissions: set this only for code that you have reviewed.

@@ -143,7 +143,12 @@ def _run(request: command_line.Request) -> str | None:
         )
     elif request.mode == "eval":
         result = recipes.evaluate(
-            config, workdir, request.given, step=request.step, output=request.output
+            config,
+            workdir,
+            request.given,
+            step=request.step,
+            average=request.average,
+            output=request.output,
         )
     elif request.mode == "verify_resume":
         from convbert_jax.analysis import verify_resume

@@ -44,7 +44,7 @@ ENVIRONMENT = {
 }
 _LONGEST_NAME = 200  # characters of a flag
 # Examples in error messages for flags without a default.
-_EXAMPLES = {"processes": "4", "process": "0", "step": "1000", "price": "1.2"}
+_EXAMPLES = {"processes": "4", "process": "0", "step": "1000", "average": "3", "price": "1.2"}
 FORMATS = ("huggingface", "tensorflow1", "onnx", "stablehlo")
 
 CONFIG = flags.DEFINE_string(
@@ -123,6 +123,13 @@ TEXTS = flags.DEFINE_list(
 )
 STEP = flags.DEFINE_integer(
     "step", None, "Checkpoint for --mode=export, eval, inspect; default the newest.", lower_bound=0
+)
+AVERAGE = flags.DEFINE_integer(
+    "average",
+    None,
+    "For --mode=eval: evaluate the mean of this many checkpoints; default 1, for generative models "
+    "config.decoding.average.",
+    lower_bound=1,
 )
 GENERATOR = flags.DEFINE_boolean(
     "generator",

@@ -32,6 +32,7 @@ MODES_OF_FLAG = {
     "input_format": ("predict",),
     "texts": ("predict",),
     "step": ("eval", "export", "inspect"),
+    "average": ("eval",),
     "generator": ("export",),
     "source": ("export", "import", "inspect"),
     "beside": ("inspect",),
@@ -99,6 +100,7 @@ class Request:
     input_format: str
     texts: tuple[str, ...]
     step: int | None
+    average: int | None
     generator: bool | None
     source: str | None
     beside: str | None
@@ -155,6 +157,7 @@ def read(argv: Sequence[str]) -> Request:
         input_format=flags.INPUT_FORMAT.value,
         texts=tuple(flags.TEXTS.value),
         step=flags.STEP.value,
+        average=flags.AVERAGE.value,
         generator=flags.GENERATOR.value,
         source=flags.SOURCE.value,
         beside=flags.BESIDE.value,

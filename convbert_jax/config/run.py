@@ -51,8 +51,8 @@ class Config:
     # pairs, with different metrics. embedding fine-tunes an encoder on pairs (contrastive)
     recipe: Recipe = "replaced_token"
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
-    # initial weights of a new run: a run's folder, a Hugging Face folder or a TensorFlow 1
-    # checkpoint; "" is random initialization
+    # initial weights of a new run: a run's folder, RUN@PHASE, RUN@average=N (mean of its N newest
+    # checkpoints), a Hugging Face folder or a TensorFlow 1 checkpoint; "" is random initialization
     init_from: str = ""
     # required platform, else stop: any | cpu | gpu | tpu
     platform: Changeable[Literal["any", "cpu", "gpu", "tpu"]] = "any"

@@ -38,16 +38,9 @@ _OF_SCORES = ("test_sources", "score_words")  # fields of config.decoding for sc
 def read_mean(
     workdir: Workdir, config: Config, step: int | None = None
 ) -> tuple[tuple[int, ...], Params]:
-    """Reads the mean of the config.decoding.average newest checkpoints, summed in float64.
+    """Reads the mean of the config.decoding.average newest checkpoints, see `sources.read_mean`.
 
     If there are fewer checkpoints, logs that and averages all.
-
-    Args:
-      step: newest checkpoint to use, default the newest. A single checkpoint (average=1) defaults
-        to the newest undamaged one.
-
-    Returns:
-      (steps of the checkpoints, mean parameters on the host).
 
     Raises:
       WorkdirError: there is no checkpoint of `step`.
@@ -60,22 +53,7 @@ def read_mean(
             "config.decoding.average=%d, but only %d checkpoints exist.", count, len(steps)
         )
         count = len(steps)
-    if count <= 1:
-        step, params = sources.read_params(workdir, config, step)
-        return (step,), params
-    total = None
-    for number in steps:
-        _, params = sources.read_params(workdir, config, number)
-        if total is None:
-            kinds = jax.tree.map(lambda leaf: leaf.dtype, params)
-            total = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-        else:
-            total = jax.tree.map(
-                lambda sums, leaf: sums + np.asarray(leaf, np.float64), total, params
-            )
-    logging.info("Averaged the checkpoints %s.", ", ".join(map(str, steps)))
-    mean = jax.tree.map(lambda sums, kind: (sums / count).astype(kind), total, kinds)
-    return tuple(steps), mean
+    return sources.read_mean(workdir, config, max(1, count), step)
 
 
 def change_decoding(config: Config, fields: Mapping[str, Any]) -> Config:

@@ -305,20 +305,12 @@ def _load_run(
 ) -> Model | TextModel:
     config = matching.for_any_machine(workdir.read_config_at(step), path)
     environment.enable_compile_cache(Config().train.compile_cache)
-    if average is not None and not config.spec.generates:
-        raise ModelError(
-            f"is only supported for generative models; {path} is a run of "
-            f"config.recipe='{config.recipe}'. Leave it out.",
-            field="average",
-            value=average,
-            path=path,
-        )
     step = workdir.choose_step(step)
     if config.spec.generates:
         if average is not None:
             config = change_decoding(config, {"average": average})
         return TextModel(path, config, step, dtype=_choose_dtype(config, dtype))
-    step, params = sources.read_params(workdir, config, step)
+    (*_, step), params = sources.read_mean(workdir, config, average or 1, step)
     is_finetuned = config.recipe == "finetune"
     length = operator.attrgetter(config.spec.length)(config)
     return Model(

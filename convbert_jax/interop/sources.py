@@ -4,10 +4,13 @@ A run has copies of its vocabularies, which make its folder self-contained.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 from absl import logging
 
 from convbert_jax import storage
@@ -83,13 +86,13 @@ def read_source(path: str) -> Source:
 
 
 def _read_source(path: str) -> Source:
-    path, phase = split_phase(path)
+    path, phase, average = split_phase(path)
     folder = storage.to_path(path)
     workdir = Workdir(folder)
     if workdir.holds_run():
         step = step_of_phase(workdir, phase) if phase else None
         run = workdir.read_config_at(step)
-        step, params = read_params(workdir, run, step)
+        (*_, step), params = read_mean(workdir, run, average, step)
         section = dataclasses.asdict(read_tokenizer(workdir, run)[1])
         return Source("run", split(run, params), step=step, tokenizer=section)
     if storage.is_remote(folder):
@@ -142,10 +145,17 @@ def read_vectors(path: str, source: Source) -> VectorConfig | None:
     return None
 
 
-def split_phase(path: str) -> tuple[str, str]:
-    """Splits RUN@PHASE, the end of a phase of a run; the phase is "" for any other path."""
-    run, _, phase = path.rpartition("@")
-    return (run, phase) if run and Workdir(run).holds_run() else (path, "")
+def split_phase(path: str) -> tuple[str, str, int]:
+    """Splits RUN@PHASE, the end of a phase of a run, or RUN@average=N, the mean of N checkpoints.
+
+    Returns:
+      (run, phase or "", number of checkpoints to average); (path, "", 1) for any other path.
+    """
+    run, _, what = path.rpartition("@")
+    if not (run and Workdir(run).holds_run()):
+        return path, "", 1
+    average = re.fullmatch(r"average=([1-9]\d{0,3})", what)
+    return (run, "", int(average[1])) if average else (run, what, 1)
 
 
 def step_of_phase(workdir: Workdir, phase: str) -> int:
@@ -179,6 +189,45 @@ def read_params(workdir: Workdir, config: Config, step: int | None = None) -> tu
     step, params = checkpoints.load_params(folder, abstract_params(config), step)
     check_finite(partitioning.flatten_params(params), f"{folder / str(step)}")
     return step, params
+
+
+def read_mean(
+    workdir: Workdir, config: Config, count: int, step: int | None = None
+) -> tuple[tuple[int, ...], Any]:
+    """Reads the mean parameters of the `count` newest checkpoints, summed in float64.
+
+    Args:
+      step: newest checkpoint to use, default the newest. A single checkpoint defaults to the newest
+        undamaged one.
+
+    Returns:
+      (steps of the checkpoints, mean parameters on the host).
+
+    Raises:
+      ConversionError: there are fewer checkpoints, or a parameter contains NaN or infinity.
+      CheckpointError: a checkpoint is missing or damaged.
+    """
+    if count == 1:
+        step, params = read_params(workdir, config, step)
+        return (step,), params
+    steps = [there for there in workdir.steps() if step is None or there <= step][-count:]
+    if len(steps) < count:
+        raise ConversionError(
+            f"Cannot average {count} checkpoints: {workdir} has "
+            f"{', '.join(map(str, steps)) or 'none'}. Average at most {len(steps)}, or train with "
+            "a higher config.checkpoint.keep.",
+            field="average",
+            value=count,
+            path=workdir.path,
+        )
+    total = None
+    for number in steps:
+        _, params = read_params(workdir, config, number)
+        kinds = jax.tree.map(lambda leaf: leaf.dtype, params)
+        params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+        total = params if total is None else jax.tree.map(np.add, total, params)
+    logging.info("Averaged the checkpoints %s.", ", ".join(map(str, steps)))
+    return tuple(steps), jax.tree.map(lambda sums, kind: (sums / count).astype(kind), total, kinds)
 
 
 def read_moments(workdir: Workdir, config: Config, step: int | None = None):

@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from convbert_jax import storage
 from convbert_jax.analysis import pretraining_report
 from convbert_jax.config import Config
+from convbert_jax.interop import sources
 from convbert_jax.interop.sources import check_learned
 from convbert_jax.recipes import prepared, scoring, start, tasks
 from convbert_jax.recipes.results import EvaluationResult
@@ -30,6 +31,7 @@ def evaluate(
     given: Collection[str] = (),
     *,
     step: int | None = None,
+    average: int | None = None,
     output: str | None = None,
 ) -> EvaluationResult:
     """Computes the held-out metrics of a checkpoint and writes them to a JSON file.
@@ -43,6 +45,8 @@ def evaluate(
       folder: workdir of the run.
       given: see `start.read_start`.
       step: step of the checkpoint, default the newest.
+      average: evaluate the mean of this many checkpoints up to `step`; default
+        config.decoding.average for pair recipes, else 1.
       output: JSON file to write, default WORKDIR/evaluation/step-N.json. Scores of other sets that
         it already contains are kept.
 
@@ -77,7 +81,10 @@ def evaluate(
     task = tasks.build_task(config, data.tokenizer.special, found[0], tokenizer=data.tokenizer)
     with environment.random_numbers(found), jax.set_mesh(mesh):
         program = make_program(task, config, mesh)
-        steps, params = recipe.read_params(workdir, config, program.abstract.params, step)
+        if average:
+            steps, params = sources.read_mean(workdir, config, average, step)
+        else:
+            steps, params = recipe.read_params(workdir, config, program.abstract.params, step)
         with memory.explain_out_of_memory(
             "loading a checkpoint",
             "split parameters over more devices with config.mesh.fsdp",

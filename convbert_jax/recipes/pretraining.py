@@ -204,8 +204,8 @@ def _steps_in(
     steps = distributed.broadcast_int(int((1 - _BUDGET_MARGIN) * left / seconds))
     if steps < 1:
         raise ConfigError(
-            f"is too short: preparation and compilation need {hours * 3600 - left:.0f} s, and a step "
-            f"{seconds:.3g} s. Give more time, or a number of steps.",
+            f"is too short: preparation and compilation need {hours * 3600 - left:.0f} s, and a "
+            f"step {seconds:.3g} s. Give more time, or a number of steps.",
             field="config.train.steps",
             value=config.train.steps,
         )

@@ -1,16 +1,19 @@
 """config.phases: schedule, rows, batches, masks and weights by phase; resume; second decays."""
 
 import dataclasses
+import json
 import shutil
 
 import jax
 import numpy as np
 import pytest
 
+import convbert_jax
 from convbert_jax import recipes
 from convbert_jax.analysis.verify_resume import compare
-from convbert_jax.config import ConfigError, PhaseSection, SourceSection, lengths
-from convbert_jax.interop.networks import ConversionError
+from convbert_jax.config import ConfigError, PhaseSection, SourceSection, UserError, lengths
+from convbert_jax.interop import sources
+from convbert_jax.interop.networks import ConversionError, split
 from convbert_jax.training import optimizer
 from convbert_jax.training.checkpoints import by_name, load_arrays
 from convbert_jax.workdir import Workdir
@@ -99,6 +102,31 @@ def test_a_checkpoint_is_evaluated_as_its_phase_logged_it(finished):
     (logged,) = (line for line in run.metrics if (line["split"], line["step"]) == ("validation", 5))
     values = recipes.evaluate(Workdir(run.folder).read_config(), run.folder, step=5).values
     assert values["mlm_loss"] == pytest.approx(logged["mlm_loss"], rel=1e-6)
+
+
+def test_checkpoints_are_averaged(finished, tmp_path):
+    config, run = finished
+    workdir, config = Workdir(run.folder), Workdir(run.folder).read_config()
+    steps = workdir.steps()
+    parts = [sources.read_params(workdir, config, step)[1] for step in steps[-3:]]
+    mean = jax.tree.map(lambda *leaves: np.mean(leaves, 0, dtype=np.float64), *parts)
+    found = sources.read_source(f"{run.folder}@average=3")
+    assert found.step == steps[-1]
+    expected = split(config, mean)["main"].parameters
+    for read in (found.networks, convbert_jax.load(run.folder, average=3).networks):
+        for name, array in read["main"].parameters.items():
+            np.testing.assert_allclose(array, expected[name], rtol=1e-6, atol=1e-9)
+    file = tmp_path / "mean.json"
+    values = recipes.evaluate(config, run.folder, average=3, output=str(file)).values
+    assert json.loads(file.read_text())["checkpoints"] == steps[-3:]
+    assert values["mlm_loss"] != run.evaluation["mlm_loss"]
+    for read in (
+        lambda count: sources.read_source(f"{run.folder}@average={count}"),
+        lambda count: convbert_jax.load(run.folder, average=count),
+        lambda count: recipes.evaluate(config, run.folder, average=count),
+    ):
+        with refused(UserError, field="average", value=len(steps) + 1):
+            read(len(steps) + 1)
 
 
 def test_a_second_decay_starts_from_the_end_of_a_phase(finished, tmp_path):

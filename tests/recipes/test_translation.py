@@ -375,8 +375,6 @@ def test_other_models_do_not_decode(tmp_path):
     model = str(tmp_path / "run")
     with refused(UserError, field="config.decoding.beam", path=model):
         recipes.predict(model, str(tmp_path / "in.txt"), "-", decoding={"beam": 2})
-    with refused(UserError, "average=2"):
-        convbert_jax.load(model, average=2)
 
 
 def test_from_python(translated, model):
