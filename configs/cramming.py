@@ -33,7 +33,7 @@ def get_config(variant: str = "day"):
     config.data.length = 128
     config.train.steps = "24 hours"
     config.train.batch_size = 1_536
-    config.train.accumulation = 6
+    config.train.accumulation = 4
     config.train.eval_every = config.checkpoint.every = "5%"
     config.optimizer.learning_rate = 1e-3
     config.optimizer.warmup_steps = "10%"

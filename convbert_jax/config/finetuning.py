@@ -105,6 +105,13 @@ class FinetuneSection:
     distill_temperature: Temperature = 2.0
     # of the teacher loss; the label loss has weight 1 - distill_weight
     distill_weight: Fraction = 1.0
+    # differential privacy (DP-SGD, docs/howto/privacy.md): the models are (epsilon, delta)-private
+    # in single training rows; 0 is off
+    privacy_epsilon: Annotated[float, Range(0.0, 1e3, note="0 is off")] = 0.0
+    privacy_delta: Annotated[float, Range(0.0, 1.0, with_low=False, with_high=False)] = 1e-6
+    privacy_clip: Annotated[float, Range(0.0, 1e6, with_low=False)] = (
+        1.0  # norm of a row's gradient
+    )
     # SQuAD
     query_length: Size = 64  # maximum tokens of a question
     stride: Size = 128  # tokens between the starts of two windows of a context

@@ -430,6 +430,18 @@ class _Finetuning(RecipeSpec):
             )
         if f.lora_rank and not f.lora_targets:
             yield "finetune.lora_targets", "is empty; set it to mixer/query,mixer/value."
+        several = "trains several models, each with its own loss of privacy"
+        reasons = {
+            "seeds": f.seeds > 1 and f"{several}; set it to 1",
+            "learning_rates": len(f.learning_rates) > 1 and f"{several}; give one value",
+            "epochs": len(f.epochs) > 1 and f"{several}; give one value",
+            "swap_pairs": f.swap_pairs and "makes two rows of one; set it to False",
+            "release_batches": f.release_batches and "draws other batches; set it to False",
+            "distill_from": f.distill_from and "is not covered by the guarantee; unset it",
+        }
+        for name, reason in reasons.items() if f.privacy_epsilon else ():
+            if reason:
+                yield f"finetune.{name}", f"{reason}, or set config.finetune.privacy_epsilon=0."
         for name in ("learning_rates", "epochs", "buckets", "tasks"):
             values = getattr(f, name)
             if len(set(values)) < len(values):

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
@@ -28,7 +29,7 @@ from convbert_jax.data.samplers import (
     release_batches,
 )
 from convbert_jax.data.tasks.labelled_text import Rows
-from convbert_jax.finetuning import lora
+from convbert_jax.finetuning import lora, privacy
 from convbert_jax.finetuning.run_files import Setting, Unfinished
 from convbert_jax.finetuning.task import (
     ROW,
@@ -92,6 +93,13 @@ class Programs:
             draw=_draw,
             extra_axes=(0, None, None, *[None] * len(self.frozen)),
         )
+        f = config.finetune
+        if f.privacy_epsilon:
+            self._learning = dataclasses.replace(
+                self._learning,
+                optimizer=optax.chain(privacy.add_noise(), self._learning.optimizer),
+                value_and_grad=privacy.row_gradients(f.privacy_clip, f.batch_size),
+            )
         self._programs: dict[tuple, Program] = {}
         self._starts: dict[tuple, Callable] = {}
 
@@ -239,6 +247,7 @@ class Fitted:
         filler rows.
       frozen: Base weights on the device, see `Programs`.
       scale: See `lora.scale_of`.
+      plan: Guarantee of a private run.
     """
 
     params: Params
@@ -248,6 +257,7 @@ class Fitted:
     examples_per_second: float
     frozen: tuple[Params, ...]
     scale: float
+    plan: privacy.PrivacyPlan | None = None
 
 
 def count_steps(task: FinetuneTask, config: Config, epochs: float) -> int:
@@ -293,6 +303,7 @@ def fit(
     start = time.perf_counter()
     program = programs.of(task, len(seeds) if vectorized else None)
     steps = count_steps(task, config, setting.epochs)
+    plan = privacy.make_plan(task, config, steps)
     rates = learning_rates(config, setting, steps)
     seed = np.asarray(seeds, np.uint32) if vectorized else np.uint32(seeds[0])
     title = f"{task.name}, seed{'s' if len(seeds) > 1 else ''} {_spell(seeds)}"
@@ -301,6 +312,7 @@ def fit(
     state = unfinished.resume(program.abstract) if unfinished else None
     if state is None:
         state = program.start(_start_params(programs, task, seeds, weights, vectorized))
+        state = privacy.start(state, plan) if plan else state
     done = int(state.step)
     if done >= steps:  # the loss comes from the last step, so checkpoints leave one to do
         raise FinetuningError(
@@ -308,7 +320,10 @@ def fit(
             f"gives only {steps} steps. Restore the original data or use a new --workdir.",
             field="--workdir",
         )
-    batches = itertools.islice(_batches(task, config, seeds, steps), done, None)
+    drawn = _batches(task, config, seeds, steps)
+    if plan:
+        drawn = privacy.batches(plan, state, config.finetune.length)
+    batches = itertools.islice(drawn, done, None)
     per_step, stopped = config.finetune.batch_size * len(seeds), None
     watchdog = Watchdog(config.train.hang_seconds)
     with StopSignals() as stop, watchdog.watching():
@@ -346,7 +361,7 @@ def fit(
     values = np.atleast_1d(np.asarray(jax.device_get(losses[-1])))
     seconds = time.perf_counter() - start
     scale = lora.scale_of(config)
-    return Fitted(state.params, values, steps, seconds, examples / seconds, frozen, scale)
+    return Fitted(state.params, values, steps, seconds, examples / seconds, frozen, scale, plan)
 
 
 def predict(
@@ -494,7 +509,7 @@ def _batches(
 def _mean_length(task: FinetuneTask, config: Config) -> float:
     """Return the mean padded length of training rows, in tokens."""
     f = config.finetune
-    if f.release_batches:
+    if f.release_batches or f.privacy_epsilon:
         return f.length
     batches = epoch_batches(task.train.lengths, buckets_of(config), f.batch_size, seed=0, epoch=0)
     return float(np.mean([length for length, _ in batches]))  # equal in all epochs

@@ -239,6 +239,7 @@ def _run_group(
             scores=scores,
             seconds=fitted.seconds,
             examples_per_second=fitted.examples_per_second,
+            privacy=fitted.plan and fitted.plan.to_json(),
         )
         place = model_of(config, workdir, task, setting, seed)
         if config.finetune.save_models and not result.diverged:

@@ -76,6 +76,7 @@ class RunResult:
     scores: dict[str, Scores]
     seconds: float  # training time, for all runs that were trained together
     examples_per_second: float
+    privacy: dict[str, float] | None = None  # see `PrivacyPlan`
 
     @property
     def diverged(self) -> bool:
@@ -189,6 +190,8 @@ def median_of(runs: Sequence[RunResult], split: str, metric: str) -> float:
 def append_result(workdir: Workdir, result: RunResult) -> None:
     """Append the result as one line."""
     values = dataclasses.asdict(result)
+    if result.privacy is None:
+        del values["privacy"]
     values["loss"] = _finite(result.loss)
     values["scores"] = {
         split: {name: _finite(v) for name, v in scores.items()}

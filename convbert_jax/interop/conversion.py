@@ -96,7 +96,19 @@ def export(
         moments=moments,
         texts=texts,
         vectors=sentence_transformers.of_run(config),
+        about=_describe_privacy(config),
     )
+
+
+def _describe_privacy(config: Config) -> list[str]:
+    """Returns a paragraph of the model card; [] without differential privacy."""
+    f = config.finetune
+    if config.recipe != "finetune" or not f.privacy_epsilon:
+        return []
+    return [
+        f"Fine-tuning was ({f.privacy_epsilon:g}, {f.privacy_delta:g})-differentially private "
+        "(DP-SGD): neighboring training sets differ in one row, which is added or removed."
+    ]
 
 
 def _choose_output(workdir: Workdir, form: str, step: int, output: epath.PathLike | None) -> Path:
@@ -188,6 +200,7 @@ def _write(
     moments=None,
     texts: Sequence[Sequence[str]] = (),
     vectors: VectorConfig | None = None,
+    about: Sequence[str] = (),
 ) -> Path:
     if generator is None:
         networks = expressible(networks, form)
@@ -219,6 +232,7 @@ def _write(
             vectors=vectors,
             onnx=form == "onnx",
             quantize=quantize,
+            about=about,
         )
     if form == "tensorflow1":
         check_expressible(networks, tensorflow1.check_expressible)
@@ -273,6 +287,7 @@ def write_huggingface(
     vectors: VectorConfig | None = None,
     onnx: bool = False,
     quantize: str | None = None,
+    about: Sequence[str] = (),
 ) -> Path:
     """Writes a Hugging Face folder, with the generator in a subfolder, and checks parity of both.
 
@@ -287,6 +302,7 @@ def write_huggingface(
       vectors: how the main network computes vectors, for sentence-transformers; None if it was not
         trained to give vectors.
       onnx, quantize: whether to add ONNX files, see `onnx_export.write`.
+      about: further paragraphs of the model card.
 
     Raises:
       ConversionError, ParityError: as in `export`.
@@ -325,7 +341,7 @@ def write_huggingface(
                 logging.info("%s: %s", role, line)
             if proof.padding:
                 warnings.append(proof.padding)
-            notes = _notes(networks, name)
+            notes = [*about, *_notes(networks, name)]
             if onnx:
                 lines = onnx_export.write(
                     place, network, vectors=own_vectors, quantize=quantize, texts=texts

@@ -23,7 +23,14 @@ from convbert_jax.data.tokenizer.tokenizer import (
     follow_file,
     load_tokenizer,
 )
-from convbert_jax.finetuning import classification, lora, question_answering, run, score_table
+from convbert_jax.finetuning import (
+    classification,
+    lora,
+    privacy,
+    question_answering,
+    run,
+    score_table,
+)
 from convbert_jax.finetuning import predictions as prediction_files
 from convbert_jax.finetuning.fitting import Programs
 from convbert_jax.finetuning.run_files import TaskResult, read_results
@@ -84,6 +91,7 @@ def finetune(
     optimizer.check_method(config.optimizer)
     found = environment.find_devices(config)
     mesh = make_mesh(config, found)
+    privacy.check(config, mesh.size)
     config, tokenizer, weights = read_start(config, given)
     tasks = open_tasks(config, tokenizer)
     workdir = Workdir(folder)

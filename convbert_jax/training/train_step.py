@@ -105,6 +105,11 @@ class StepInputs(NamedTuple):
     constants: tuple[Any, ...] = ()  # extra arguments of the loss, not split into microbatches
 
 
+def value_and_grad_with_metrics(loss: Callable) -> Callable:
+    """Returns the function that returns ((loss, metrics), gradients)."""
+    return jax.value_and_grad(loss, has_aux=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainStepConfig:
     """Optimizer, schedule and gradient accumulation of a train step.
@@ -131,6 +136,7 @@ class TrainStepConfig:
       accumulation: number of microbatches.
       replicas: number of replicas.
       clip_norm: maximum gradient norm of a replica; unused if `replicas` is 1.
+      value_and_grad: loss -> the function that returns ((value, metrics), gradients).
     """
 
     optimizer: optax.GradientTransformation
@@ -139,6 +145,7 @@ class TrainStepConfig:
     accumulation: int = 1
     replicas: int = 1
     clip_norm: float = 0.0
+    value_and_grad: Callable = value_and_grad_with_metrics
 
 
 def make_step(
@@ -155,7 +162,7 @@ def make_step(
         inputs = step_config.draw(state.step, *extra_args)
 
         def value_and_grad(params, batch, key):
-            both = jax.value_and_grad(loss, has_aux=True)
+            both = step_config.value_and_grad(loss)
             return both(params, batch, key, *inputs.constants)
 
         def gradient(params, batch, key):

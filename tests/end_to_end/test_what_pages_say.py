@@ -35,6 +35,7 @@ NOT_HERE = {
     r"launch/sweep\.py(?!.*--plan)": "tables of many runs: tests/sweeps/",
     r"launch/(quickstart|test|local_cluster)\.sh": "minutes: tests/launch/",
     r"verify_resume": "test_command_line.py",
+    r"privacy_epsilon": "the package jax-privacy: tests/finetuning/test_privacy.py",
     r"train\.tracker": "packages of trackers: tests/training/test_trackers.py",
     r"convbert_jax\.serve": "it serves until it is stopped: tests/serve/",
     r"convbert_jax\.vectors": "tests/vectors/",
