@@ -4,9 +4,11 @@
     python launch/notebooks.py translate                         only these
 
 The notebooks run in one temporary folder, because finetune uses the run of pretrain. Log lines
-(stderr) are not stored.
+(stderr) are not stored, and pictures are stored small.
 """
 
+import base64
+import io
 import os
 import pathlib
 import sys
@@ -14,6 +16,7 @@ import tempfile
 
 import nbclient
 import nbformat
+from PIL import Image
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 NOTEBOOKS = ("pretrain", "finetune", "inside", "ablation", "translate")  # in this order
@@ -39,8 +42,20 @@ def execute(file: pathlib.Path, folder: str) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+            for output in cell.outputs:
+                if png := output.get("data", {}).pop("image/png", None):
+                    output.data["image/jpeg"] = to_jpeg(png)
     nbformat.write(notebook, file)
     print(f"Executed {file.name}.")
+
+
+def to_jpeg(png: str) -> str:
+    """Returns a picture (base64) of at most 1,000 pixels of width, several times smaller."""
+    picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
+    picture.thumbnail((1_000, picture.height))
+    file = io.BytesIO()
+    picture.save(file, format="jpeg", quality=70, optimize=True)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 if __name__ == "__main__":
