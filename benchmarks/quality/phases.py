@@ -2,8 +2,8 @@
 
     python -m benchmarks.quality.phases runs/phases --steps=1500
 
-Masked words, configs/tiny.py, English Wikipedia below CONVBERT_DATA. Seeds change parameters, masks
-and the order of rows; the held-out rows and their masks are the same for all runs. Repeat the
+Masked words, configs/tiny.py, a tenth of enwiki-2015 below CONVBERT_DATA. Seeds change parameters,
+masks and the order of rows; the held-out rows and their masks are the same for all runs. Repeat the
 command to continue. Writes the figure FOLDER/phases.png.
 """
 
@@ -51,7 +51,7 @@ def train(folder: Path, steps: int, name: str, seed: int) -> dict[int, float]:
         **{
             "recipe": "masked_lm",
             "seed": seed,
-            "data.source": f"text:{public_data.folder('pretrain/enwiki-2015')}/*.gz",
+            "data.source": f"text:{public_data.folder('pretrain/enwiki-2015')}/train/*_0?.txt.gz",
             "data.directory": str(folder / "shards"),
             "train.steps": steps,
             "train.eval_every": steps // 10,

