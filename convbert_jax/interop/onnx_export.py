@@ -70,11 +70,15 @@ def write(
     names = _export(path, model, network, external_data=large)
     lines = [_check(path, network, names, vectors)]
     if quantize:
+        import onnx
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
+        exported = onnx.load(path)
+        # The exporter leaves shapes of weights from before it transposed them.
+        del exported.graph.value_info[:]
         with _quiet():
             quantize_dynamic(
-                path,
+                exported,
                 path.with_name(INT8),
                 per_channel=True,
                 weight_type=QuantType.QInt8,

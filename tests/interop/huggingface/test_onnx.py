@@ -48,8 +48,9 @@ def test_every_class_is_exported(tmp_path, exporters, kind):
     """`write` compares the outputs; here are the names, and lengths that it did not try."""
     network = NETWORKS[kind]()
     huggingface.write_network(tmp_path, network, pad_id=0, ids={"cls": 2, "sep": 3})
-    onnx_export.write(tmp_path, network)
-    opened = session(tmp_path / "onnx" / "model.onnx")
+    onnx_export.write(tmp_path, network, quantize="int8")
+    int8, opened = (session(tmp_path / "onnx" / f) for f in ("model_int8.onnx", "model.onnx"))
+    assert [x.name for x in int8.get_outputs()] == [x.name for x in opened.get_outputs()]
     types = ("token_type_ids",) if network.embeddings.types else ()
     assert tuple(x.name for x in opened.get_inputs()) == ("input_ids", "attention_mask", *types)
     assert tuple(x.name for x in opened.get_outputs()) == OUTPUTS.get(kind, ("logits",))
