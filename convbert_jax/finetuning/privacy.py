@@ -54,7 +54,7 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(f"jax_privacy.{name}")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"needs the package {error.name}. Run pip install 'convbert_jax[privacy]'.",
+            f"needs the package {error.name}. Run pip install '.[privacy]'.",
             field="config.finetune.privacy_epsilon",
         ) from None
 
