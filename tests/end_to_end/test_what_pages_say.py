@@ -51,8 +51,8 @@ ORDER = (
     "glue", "squad", "own_task", "named_entities", "predict", "finetuning_scores",
     "exact_resume", "distill", "look_inside",
     "mixers", "README", "import_weights", "import_fairseq", "export_weights", "translation",
-    "own_pairs", "embeddings", "search", "lora", "babylm", "export_onnx", "text_generation",
-    "score_texts", "pretrain_seq2seq",
+    "own_pairs", "embeddings", "search", "lora", "privacy", "babylm", "export_onnx",
+    "text_generation", "score_texts", "pretrain_seq2seq",
     "language_model",
     "own_mixer", "own_optimizer", "check_machine", "plan", "several_devices", "cloud", "gpu",
     "tpu", "out_of_memory", "faq", "file_formats", "corpus_to_classifier",
@@ -103,6 +103,8 @@ def in_small(words: list[str]) -> list[str]:
         fields += ["tokenizer.vocab_size=300", "sequence.decoder_layers=1"] if writes else []
     if "parallel.source" not in line:
         fields += TEXT
+    if "configs/cramming" in line:  # eight rows on eight devices
+        fields.append("train.accumulation=1")
     if "--config=tiny" in line and "data.source" not in line:  # docstrings take a minute
         fields.append("data.source=text:corpus/a.txt")
     if writes:
