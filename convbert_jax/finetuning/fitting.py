@@ -358,7 +358,10 @@ def fit(
             unfinished.close()
             logging.info("Stopped by %s; saved step %d of %d.", stopped, done, steps)
         raise Stopped(stopped)
-    values = np.atleast_1d(np.asarray(jax.device_get(losses[-1])))
+    last = losses[-1]
+    if plan:  # its loss is always 0, and would hide parameters that diverged
+        last = 0 * optax.tree.norm(state.params)
+    values = np.atleast_1d(np.asarray(jax.device_get(last)))
     seconds = time.perf_counter() - start
     scale = lora.scale_of(config)
     return Fitted(state.params, values, steps, seconds, examples / seconds, frozen, scale, plan)

@@ -86,7 +86,7 @@ def read_source(path: str) -> Source:
 
 
 def _read_source(path: str) -> Source:
-    path, phase, average = split_phase(path)
+    path, phase, average = split_run(path)
     folder = storage.to_path(path)
     workdir = Workdir(folder)
     if workdir.holds_run():
@@ -141,11 +141,11 @@ def read_vectors(path: str, source: Source) -> VectorConfig | None:
     if source.kind == "huggingface":
         return sentence_transformers.read(storage.to_path(path))
     if source.kind == "run":
-        return sentence_transformers.of_run(Workdir(split_phase(path)[0]).read_config())
+        return sentence_transformers.of_run(Workdir(split_run(path)[0]).read_config())
     return None
 
 
-def split_phase(path: str) -> tuple[str, str, int]:
+def split_run(path: str) -> tuple[str, str, int]:
     """Splits RUN@PHASE, the end of a phase of a run, or RUN@average=N, the mean of N checkpoints.
 
     Returns:

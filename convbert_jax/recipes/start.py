@@ -235,7 +235,7 @@ def opt_state_of(config: Config) -> Callable[[Any], Any] | None:
     Returns:
       abstract state -> state; None if config.init_from is something else.
     """
-    path, phase, _ = sources.split_phase(config.init_from)
+    path, phase, _ = sources.split_run(config.init_from)
     if not phase:
         return None
     workdir = Workdir(path)

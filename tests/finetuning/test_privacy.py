@@ -109,8 +109,8 @@ def make_canaries(count, seed):
     ]
 
 
-def test_canaries_are_memorized_only_without_privacy(make_config, vocabulary):
-    """Exposure: how much higher the accuracy is on canaries of the training set than on others."""
+def fit_canaries(make_config, vocabulary, epsilon, setting):
+    """Train on 24 canaries; return (accuracy on these and on 200 others, the trained run)."""
     inside, outside = make_canaries(24, 1), make_canaries(200, 2)
     source = LabelledTask(
         name="canaries",
@@ -121,31 +121,38 @@ def test_canaries_are_memorized_only_without_privacy(make_config, vocabulary):
         splits=("train", "inside", "outside"),
         reader={"train": inside, "inside": inside, "outside": outside}.__getitem__,
     )
-    accuracy = {}
-    for epsilon in (0.0, 1.0):
-        config = make_config(
-            **PRIVATE | {"finetune__privacy_epsilon": epsilon},
-            finetune__batch_size=24,
-            finetune__dropout=0.0,
-            model__dropout=0.0,
-            model__attention_dropout=0.0,
-        )
-        programs = Programs(config, jnp.float32, make_mesh(config, jax.devices()))
-        task = classification.make_task(source, config, vocabulary)
-        fitted = fitting.fit(
-            programs, task, config, Setting(1e-2, 60.0), [0], None, vectorized=False
-        )
-        found = {}
-        for split in ("inside", "outside"):
-            (state,) = fitting.predict(
-                programs, task, config, fitted.params, split, vectorized=False
-            )
-            found[split] = task.evaluators[split].finish(state)["accuracy"]
-        accuracy[epsilon] = found
-    assert accuracy[0.0]["inside"] == 1
-    assert accuracy[0.0]["outside"] < 0.65
-    assert accuracy[1.0]["inside"] < 0.8
+    config = make_config(
+        **PRIVATE | {"finetune__privacy_epsilon": epsilon},
+        finetune__batch_size=24,
+        finetune__dropout=0.0,
+        model__dropout=0.0,
+        model__attention_dropout=0.0,
+    )
+    programs = Programs(config, jnp.float32, make_mesh(config, jax.devices()))
+    task = classification.make_task(source, config, vocabulary)
+    fitted = fitting.fit(programs, task, config, setting, [0], None, vectorized=False)
+    found = {}
+    for split in ("inside", "outside"):
+        (state,) = fitting.predict(programs, task, config, fitted.params, split, vectorized=False)
+        found[split] = task.evaluators[split].finish(state)["accuracy"]
+    return found, fitted
+
+
+def test_canaries_are_memorized_only_without_privacy(make_config, vocabulary):
+    """Exposure: how much higher the accuracy is on canaries of the training set than on others."""
+    setting = Setting(1e-2, 60.0)
+    public, _ = fit_canaries(make_config, vocabulary, 0.0, setting)
+    private, fitted = fit_canaries(make_config, vocabulary, 1.0, setting)
+    assert public["inside"] == 1
+    assert public["outside"] < 0.65
+    assert private["inside"] < 0.8
     assert (fitted.plan.epsilon <= 1, fitted.losses[0]) == (True, 0)
+
+
+def test_a_private_run_that_diverges_is_noticed(make_config, vocabulary):
+    """Its loss is not reported, so the parameters must show it."""
+    _, fitted = fit_canaries(make_config, vocabulary, 1.0, Setting(1e38, 3.0))
+    assert np.isnan(fitted.losses[0])
 
 
 @pytest.mark.parametrize(
