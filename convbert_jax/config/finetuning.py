@@ -109,9 +109,8 @@ class FinetuneSection:
     # in single training rows; 0 is off
     privacy_epsilon: Annotated[float, Range(0.0, 1e3, note="0 is off")] = 0.0
     privacy_delta: Annotated[float, Range(0.0, 1.0, with_low=False, with_high=False)] = 1e-6
-    privacy_clip: Annotated[float, Range(0.0, 1e6, with_low=False)] = (
-        1.0  # norm of a row's gradient
-    )
+    # the gradient of a row is scaled down to this norm
+    privacy_clip: Annotated[float, Range(0.0, 1e6, with_low=False)] = 1.0
     # SQuAD
     query_length: Size = 64  # maximum tokens of a question
     stride: Size = 128  # tokens between the starts of two windows of a context

@@ -189,8 +189,8 @@ class TrainSection:
     """The training loop. `batch_size` is global: the same run on 1 or 256 chips."""
 
     # This and all other numbers of steps can be lengths: "100M words", "50M tokens" (positions of
-    # rows), "3 epochs"; this one also "24 hours" or "90 minutes" (docs/howto/budget.md); the others
-    # also a share of this one, "10%". A run stores the steps
+    # rows), "3 epochs"; this one also "24 hours" or "90 minutes", the others also a share of this
+    # one, "10%" (docs/howto/budget.md). A run stores the steps
     steps: Changeable[Length] = 1_000_000
     # fixed: the data position counts batches. Pairs use parallel.batch_tokens instead
     batch_size: Size = 128
