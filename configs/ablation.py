@@ -12,6 +12,8 @@ bnk_gl_sdconv: table 1 of the ConvBERT paper: bottleneck, grouped feed-forward, 
     span-based convolution, hidden size.
 kernel_size: figure of the ConvBERT paper, kernels of 1 to 17.
 mixers: all mixers, at equal tokens and at equal FLOPs.
+modern: seven blocks, from ELECTRA's to ModernBERT's with the convolutions of ConvBERT and LFM2, at
+    equal FLOPs; masked words, and replaced tokens with the suffix -rtd.
 objectives: replaced-token detection, masked LM, one after the other, uniform replacements, and
     gradient-disentangled embedding sharing (DeBERTaV3).
 generator_size: figure of the ELECTRA paper, and a generator that shares the discriminator.
@@ -93,6 +95,44 @@ def _mixers(size: str) -> Sweep:
             },
         },
         purpose="Which mixer is best at equal tokens and at equal FLOPs?",
+    )
+
+
+def _modern(size: str) -> Sweep:
+    """The gated units have two thirds of the feed-forward size, and so about as many parameters
+    (Shazeer, 2020).
+    """
+    block = {
+        "model.activation": "geglu",
+        "model.ffn_size": {"tiny": 344, "small": 688, "base": 2_048}[size],
+        "model.norm": "pre",
+        "model.biases": False,
+        "model.position_embedding": "rotary",
+        "model.window": {"tiny": 16, "small": 64, "base": 64}[size],
+        "model.types": 0,
+    }
+    blocks = {
+        "electra": {"model.mixer": "attention"},
+        "convbert": {"model.mixer": "mixed"},
+        "modern": {**block, "model.mixer": "attention"},
+        "modern-mixed": {**block, "model.mixer": "mixed"},
+        "modern-span_dynamic": {**block, "model.mixer": "span_dynamic"},
+        "modern-short": {**block, "model.mixer": "short", "model.kernel_size": 3},
+        "modern-canon": {**block, "model.mixer": "attention", "model.canon": "ABCD"},
+    }
+    recipes = {"": "masked_lm", "-rtd": "replaced_token"}
+    return _of_size(
+        size,
+        {
+            f"{name}{suffix}": Variant(
+                {**changes, "recipe": recipe},
+                match_flops_of="" if f"{name}{suffix}" == "electra" else "electra",
+            )
+            for suffix, recipe in recipes.items()
+            for name, changes in blocks.items()
+        },
+        purpose="Which block is best at equal FLOPs? Compare masked words and replaced tokens by "
+        "tasks, with --finetune.",
     )
 
 
@@ -254,6 +294,7 @@ SWEEPS = {
     "bnk_gl_sdconv": _bnk_gl_sdconv,
     "kernel_size": _kernel_size,
     "mixers": _mixers,
+    "modern": _modern,
     "objectives": _objectives,
     "generator_size": _generator_size,
     "pretrained_convolutions": _pretrained_convolutions,
