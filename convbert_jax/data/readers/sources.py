@@ -6,6 +6,7 @@ the granularity of parallel work and of resuming.
 
 import ast
 import dataclasses
+import functools
 import hashlib
 import os
 import re
@@ -46,7 +47,7 @@ class Docstrings(UnitFiles):
         """Yields docstrings without doctests and without duplicates within the unit."""
         seen = set()
         for path in unit.parts:
-            for text in _docstrings(Path(path).read_bytes()):
+            for text in _docstrings(path):
                 text = DOCTEST.sub("", "\n".join(map(str.strip, text.split("\n"))))
                 if len(text.strip()) >= SHORTEST and text not in seen:
                     seen.add(text)
@@ -83,21 +84,25 @@ def _modules(root: Path, first: tuple[str, ...]) -> list[tuple[str, Path, int]]:
     return sorted(found, key=lambda m: (rank.get(m[0].split("/")[0], len(rank)), m[0]))
 
 
-def _docstrings(source: bytes) -> Iterator[str]:
+@functools.cache  # parsing takes seconds, and training the vocabulary reads all modules twice
+def _docstrings(path: str) -> Sequence[str]:
+    source = Path(path).read_bytes()
     if b'"""' not in source and b"'''" not in source:
-        return
+        return ()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in other people's code
             todo = [ast.parse(source)]
     except (SyntaxError, ValueError, RecursionError):
-        return
+        return ()
+    found = []
     while todo:
         body = todo.pop().body
         first = body[0].value if body and isinstance(body[0], ast.Expr) else None
         if isinstance(first, ast.Constant) and isinstance(first.value, str):
-            yield first.value
+            found.append(first.value)
         todo += [node for node in reversed(body) if isinstance(node, DEFINITIONS)]
+    return found
 
 
 class Source(Protocol):
