@@ -16,7 +16,8 @@ TREC_10.label renamed to train.txt and test.txt). agnews: news, 4 labels, traine
 10,001 rows. sick: sentence pairs, entailment, 3 labels, from SICK.zip; sick_relatedness: their
 similarity, 1 to 5. snli: entailment, 3 labels, trained on its dev set, one file per column.
 clinc150: intents, 150 labels and out of scope, from data_full.json of clinc/oos-eval. qqp_part:
-question pairs, 2 labels, a part of QQP.
+question pairs, 2 labels, a part of QQP. boolq, cb, superglue_rte: tasks of SuperGLUE, each from its
+own folder of super.gluebenchmark.com; their test files have no labels, and predictions are written.
 """
 
 from configs import finetuning
@@ -29,6 +30,13 @@ _SICK = {
     "texts": ("sentence_A", "sentence_B"),
 }
 _CLINC = "data_full.json"
+_SUPERGLUE = {
+    "train": "train.jsonl",
+    "validation": "val.jsonl",
+    "test": "test.jsonl",
+    "texts": ("premise", "hypothesis"),
+    "id": "idx",
+}
 
 TASKS = {
     "own": {},
@@ -90,6 +98,13 @@ TASKS = {
         "id": "id",
         "bad_rows": "skip",  # line 1 lacks a tab
     },
+    "boolq": {**_SUPERGLUE, "texts": ("question", "passage"), "labels": ("false", "true")},
+    "cb": {
+        **_SUPERGLUE,
+        "labels": ("entailment", "contradiction", "neutral"),
+        "metrics": ("accuracy", "macro_f1"),
+    },
+    "superglue_rte": {**_SUPERGLUE, "labels": ("entailment", "not_entailment")},
 }
 
 

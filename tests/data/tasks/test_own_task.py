@@ -262,3 +262,31 @@ def test_real_data_by_config(name, real_data, tmp_path, monkeypatch, caplog):
     assert all("line 1" in message for message in skipped)
     if name == "trec":  # not UTF-8
         assert any("sister\u00f0city" in example.texts[0] for example in examples)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "texts"),
+    [
+        ("boolq", {"question": "is it", "passage": "It is.", "label": True}, ("is it", "It is.")),
+        ("cb", {"premise": "A.", "hypothesis": "B.", "label": "contradiction"}, ("A.", "B.")),
+        (
+            "superglue_rte",
+            {"premise": "A.", "hypothesis": "B.", "label": "not_entailment"},
+            ("A.", "B."),
+        ),
+    ],
+)
+def test_tasks_of_superglue(name, row, texts, tmp_path):
+    from configs import text
+    from convbert_jax.config import from_config_dict
+
+    unlabelled = {key: value for key, value in row.items() if key != "label"}
+    for file, first in (("train", row), ("val", row), ("test", unlabelled)):
+        (tmp_path / f"{file}.jsonl").write_text(json.dumps({"idx": 7, **first}) + "\n")
+    section = dataclasses.replace(
+        from_config_dict(text.get_config(name)).task, folder=str(tmp_path)
+    )
+    superglue = open_task(section)
+    for split, label in (("train", 1), ("validation", 1), ("test", None)):
+        (example,) = superglue.read(split)
+        assert (example.id, example.texts, example.label) == ("7", texts, label)
