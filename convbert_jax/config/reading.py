@@ -84,9 +84,11 @@ def to_text(value: Any) -> str:
     """Formats a value as in an override: lists as `a,b`, or as JSON if they contain sections or
     texts that `a,b` cannot represent.
     """
-    if isinstance(value, tuple) and not all(_is_plain(part) for part in value):
-        return json.dumps([_given(part) for part in value], ensure_ascii=False)
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if not isinstance(value, tuple | list):
+        return str(value)
+    if all(_is_plain(part) for part in value):
+        return ",".join(map(str, value))
+    return json.dumps([_given(part) for part in value], ensure_ascii=False)
 
 
 def _is_plain(part) -> bool:

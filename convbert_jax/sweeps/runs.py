@@ -18,10 +18,10 @@ from convbert_jax.config import (
     UserError,
     changes,
     from_config_dict,
+    lengths,
     to_dict,
     to_text,
 )
-from convbert_jax.config.lengths import find_texts
 from convbert_jax.interop import networks
 from convbert_jax.sweeps.table import (
     FINETUNE,
@@ -88,9 +88,12 @@ def _named(what: str, error: UserError) -> SweepError:
 
 
 def _make_variant(sweep: Sweep, name: str, changed: Mapping[str, Any]) -> Config:
-    """Makes the config of a variant; an error of all variants alike does not name the variant."""
+    """Makes the config of a variant, with lengths in steps; an error of all variants alike does not
+    name the variant.
+    """
     try:
-        return config_files.make_config(sweep.config, dict(changed))
+        config = config_files.make_config(sweep.config, dict(changed))
+        return lengths.to_steps(config, lengths.tokens_of_step)
     except UserError as error:
         own = {**sweep.variants[name].changes, **sweep.variants[name].step_fractions}
         others = {path: value for path, value in changed.items() if path not in own}
@@ -140,11 +143,6 @@ def _variant_changes(
     variant = sweep.variants[name]
     changed = {**sweep.changes, **overrides, **variant.changes}
     config = _make_variant(sweep, name, changed)
-    if config.phases:
-        raise SweepError(f"of variant {name} are not supported in a sweep.", field="config.phases")
-    if texts := list(find_texts(config)):
-        field, text = texts[0]
-        raise SweepError(f"of variant {name} must be a number of steps.", field=field, value=text)
     if variant.step_fractions:
         fractions = variant.step_fractions.items()
         return changed | {path: round(config.train.steps * part) for path, part in fractions}
@@ -388,9 +386,10 @@ def count_tokens(run: Run) -> int | None:
     """Tokens that pre-training reads; None for fine-tuning and for text pairs, whose batch sizes
     are known when they are prepared.
     """
-    config = run.config
-    tokens = config.spec.tokens_per_step(config) if run.stage == PRETRAIN else None
-    return tokens and config.train.steps * tokens
+    if run.stage != PRETRAIN or run.config.spec.tokens_per_step(run.config) is None:
+        return None
+    phases = zip(run.config.phase_configs, run.config.phase_lengths, strict=True)
+    return sum(steps * phase.spec.tokens_per_step(phase) for phase, steps in phases)
 
 
 def count_flops(run: Run, folder: Folder) -> float | None:

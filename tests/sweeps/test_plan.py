@@ -1,6 +1,7 @@
 """Run plans of a sweep: steps for equal FLOPs, parameters, time and cost."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -13,6 +14,7 @@ from convbert_jax.sweeps.runs import (
     check_files,
     count_flops,
     count_parameters,
+    count_tokens,
     describe,
     describe_changes,
     expand,
@@ -47,6 +49,26 @@ def test_steps_follow_from_flops_and_fractions(folder):
     }
     with refused(SweepError, field="--config.objective.masked_lm_steps"):
         expand(sweep, folder, {"objective.masked_lm_steps": 7})
+
+
+def test_variants_may_have_phases_and_lengths_in_tokens(folder):
+    halves = [{"name": "a", "length": "50%"}, {"name": "b", "length": "50%", "batch_size": 64}]
+    variants = {
+        "one": Variant(),
+        "two": Variant({"phases": halves}),
+        "equal": Variant({"model.mixer": "attention"}, match_flops_of="two"),
+    }
+    step = 32 * 64  # tokens
+    runs = expand(
+        Sweep("tiny", variants, seeds=(0,)), folder, {"train.steps": f"{100 * step} tokens"}
+    )
+    one, two, equal = runs
+    assert (one.config.train.steps, count_tokens(one)) == (100, 100 * step)
+    assert (two.config.phase_lengths, count_tokens(two)) == ((50, 25), 100 * step)
+    assert describe_changes(variants["two"], two) == f"phases={json.dumps(halves)}"
+    assert count_flops(equal, folder) == pytest.approx(count_flops(two, folder), rel=1e-2)
+    with refused(SweepError, field="config.train.steps", value="1 epoch"):
+        expand(SWEEP, folder, {"train.steps": "1 epoch"})
 
 
 def test_the_size_of_a_vocabulary_file_counts(folder, tmp_path):
