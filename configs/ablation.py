@@ -142,7 +142,7 @@ def _objectives(size: str) -> Sweep:
         {
             "rtd": Variant(),
             "mlm": Variant({"recipe": "masked_lm"}),
-            "mlm-then-rtd": Variant(step_fractions={"objective.masked_lm_steps": 0.5}),
+            "mlm-then-rtd": Variant({"objective.masked_lm_steps": "50%"}),
             "rtd-gdes": Variant({"generator.disentangle_embeddings": True}),
             "uniform": Variant({"generator.kind": "uniform"}),
         },

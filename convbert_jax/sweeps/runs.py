@@ -95,7 +95,7 @@ def _make_variant(sweep: Sweep, name: str, changed: Mapping[str, Any]) -> Config
         config = config_files.make_config(sweep.config, dict(changed))
         return lengths.to_steps(config, lengths.tokens_of_step)
     except UserError as error:
-        own = {**sweep.variants[name].changes, **sweep.variants[name].step_fractions}
+        own = sweep.variants[name].changes
         others = {path: value for path, value in changed.items() if path not in own}
         try:
             config_files.make_config(sweep.config, {**sweep.changes, **others})
@@ -137,15 +137,10 @@ def _split_overrides(sweep: Sweep, overrides: Mapping[str, Any]) -> tuple[dict, 
 def _variant_changes(
     sweep: Sweep, folder: Folder, name: str, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the changes of a variant, with the number of steps that `match_flops_of` and
-    `step_fractions` give.
-    """
+    """Returns the changes of a variant, with the number of steps that `match_flops_of` gives."""
     variant = sweep.variants[name]
     changed = {**sweep.changes, **overrides, **variant.changes}
     config = _make_variant(sweep, name, changed)
-    if variant.step_fractions:
-        fractions = variant.step_fractions.items()
-        return changed | {path: round(config.train.steps * part) for path, part in fractions}
     if not variant.match_flops_of:
         return changed
     other = _variant_changes(sweep, folder, variant.match_flops_of, overrides)
@@ -405,8 +400,9 @@ def _effective(run: Run, folder: Folder) -> Config:
 
 def describe_changes(variant: Variant, run: Run) -> str:
     """Changes of a variant as PATH=VALUE, with the steps that it gets in one of its runs."""
-    paths = [*(["train.steps"] if variant.match_flops_of else []), *variant.step_fractions]
-    changes = {**variant.changes, **{path: run.changes[path] for path in paths}}
+    changes = dict(variant.changes)
+    if variant.match_flops_of:
+        changes["train.steps"] = run.changes["train.steps"]
     return " ".join(f"{path}={to_text(value)}" for path, value in changes.items())
 
 

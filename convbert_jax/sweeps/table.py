@@ -40,22 +40,17 @@ class Variant:
 
     Attributes:
       changes: field path -> value, as `convbert_jax.load_config` takes them:
-        {"model.kernel_size": 3}.
+        {"model.kernel_size": 3, "objective.masked_lm_steps": "50%"}.
       match_flops_of: another variant; train.steps and warm-up are scaled so that both spend the
         same training FLOPs. "" keeps the steps of the config (equal tokens).
-      step_fractions: path of a field that counts steps -> fraction of train.steps:
-        {"objective.masked_lm_steps": 0.5}.
     """
 
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     match_flops_of: str = ""
-    step_fractions: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        if self.match_flops_of and (self.step_fractions or "train.steps" in self.changes):
-            raise SweepError(
-                "sets the steps. Remove step_fractions and train.steps.", field="match_flops_of"
-            )
+        if self.match_flops_of and "train.steps" in self.changes:
+            raise SweepError("sets the steps. Remove train.steps.", field="match_flops_of")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +171,7 @@ class Sweep:
 
     def varied_fields(self) -> set[str]:
         """Paths of the fields in which runs differ."""
-        varied = [paths for v in self.variants.values() for paths in (v.changes, v.step_fractions)]
+        varied = [variant.changes for variant in self.variants.values()]
         return {"seed"}.union(*varied, self.search.space if self.search else ())
 
 

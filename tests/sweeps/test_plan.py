@@ -30,7 +30,7 @@ def test_steps_follow_from_flops_and_fractions(folder):
     variants = {
         **VARIANTS,
         "equal": Variant({"model.kernel_size": 3}, match_flops_of="attention"),
-        "both": Variant(step_fractions={"objective.masked_lm_steps": 0.3}),
+        "both": Variant({"objective.masked_lm_steps": "30%"}),
     }
     sweep = Sweep("tiny", variants, seeds=(0,))
     for overrides, first_steps in ({}, 240), ({"train.steps": 300}, 90):
@@ -45,7 +45,7 @@ def test_steps_follow_from_flops_and_fractions(folder):
         "attention": "model.mixer=attention",
         "mixed": "",
         "equal": f"model.kernel_size=3 train.steps={steps}",
-        "both": "objective.masked_lm_steps=90",
+        "both": "objective.masked_lm_steps=30%",
     }
     with refused(SweepError, field="--config.objective.masked_lm_steps"):
         expand(sweep, folder, {"objective.masked_lm_steps": 7})

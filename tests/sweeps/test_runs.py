@@ -173,7 +173,6 @@ def test_an_invalid_definition_is_refused():
         ("match_flops_of=z", lambda: pair(Variant(match_flops_of="z"))),
         ("match_flops_of=y", lambda: pair(Variant(match_flops_of="y"))),
         ("train.steps", lambda: Variant({"train.steps": 7}, match_flops_of="x")),
-        ("step_fractions", lambda: Variant(match_flops_of="x", step_fractions={"a": 1})),
         ("space={}", lambda: Search({}, 1, "m", True)),
         ("model.layers", lambda: Search({"model.layers": ()}, 1, "m", True)),
         ("trials=0", lambda: Search(SPACE, 0, "m", True)),
