@@ -53,7 +53,7 @@ def test_the_examples_of_the_documentation(pretrained, translated, text, tmp_pat
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     finder = doctest.DocTestFinder()
     examples = [t for m in DOCUMENTED for t in finder.find(m) if t.examples]
-    assert len(examples) == 10, [t.name for t in examples]
+    assert len(examples) == 11, [t.name for t in examples]
     for example in examples:
         example.globs = dict(names)
         said = []
