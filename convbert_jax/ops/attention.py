@@ -15,7 +15,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from convbert_jax.ops import dispatch, partitioning
 from convbert_jax.ops.dispatch import Implementation
@@ -244,15 +244,12 @@ def _in_blocks(query, key, value, segment_ids, key_segment_ids, causal, window):
     """Computes attention of blocks of `window` queries, which see their own and adjacent blocks."""
     batch, length = query.shape[:2]
     count = -(-length // window)
-    after = 0 if causal else 1
 
     def blocks(x):  # [B, N, W, ...]
-        pads = [(0, 0), (0, count * window - length), *((0, 0) for _ in x.shape[2:])]
-        return jnp.pad(x, pads).reshape(batch, count, window, *x.shape[2:])
+        return _cut(x, window)
 
     def adjacent(x):  # [B, N, 2 W or 3 W, ...]
-        x = jnp.pad(blocks(x), [(0, 0), (1, after), *((0, 0) for _ in range(x.ndim - 1))])
-        return jnp.concatenate([x[:, n : n + count] for n in range(2 + after)], axis=2)
+        return _with_neighbors(blocks(x), window, 0 if causal else window)
 
     keys = adjacent(key)
     scores = jnp.einsum(
@@ -269,6 +266,26 @@ def _in_blocks(query, key, value, segment_ids, key_segment_ids, causal, window):
     weights = softmax(scores * query.shape[-1] ** -0.5, seen, value.dtype)
     out = einsum("bnhqk,bnkhd->bnqhd", weights, adjacent(value), value.dtype)
     return out.reshape(batch, count * window, *value.shape[2:])[:, :length]
+
+
+def _cut(x: Shaped[Array, "B L *rest"], size: int) -> Shaped[Array, "B N {size} *rest"]:
+    """Cuts rows into blocks; the last one is filled with zeros."""
+    batch, length, *rest = x.shape
+    count = -(-length // size)
+    pads = [(0, 0), (0, count * size - length), *((0, 0) for _ in rest)]
+    return jnp.pad(x, pads).reshape(batch, count, size, *rest)
+
+
+def _with_neighbors(blocks: Shaped[Array, "B N S *rest"], before: int, after: int):
+    """Adds the positions before and after each block, zeros beyond the row.
+
+    Returns:
+      [B, N, before + S + after, ...]; both numbers are at most S.
+    """
+    rest = [(0, 0)] * (blocks.ndim - 2)
+    first = jnp.pad(blocks[:, :-1, blocks.shape[2] - before :], [(0, 0), (1, 0), *rest])
+    last = jnp.pad(blocks[:, 1:, :after], [(0, 0), (0, 1), *rest])
+    return jnp.concatenate([first, blocks, last], axis=2)
 
 
 def _draw(drop: Dropout, shape: tuple[int, ...]) -> Bool[Array, "B H L S"]:
@@ -339,6 +356,7 @@ SPLASH_FROM = 512
 # Up to this length splash is slower than pallas_tpu, which does not transpose heads in memory.
 SPLASH_BEYOND = 2048
 SPLASH_BLOCK = 512  # maximum number of positions per step
+WINDOW_BLOCK = 256  # maximum number of queries of pallas_tpu that share their keys with a window
 LANES = 128  # lengths must be multiples
 CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
 
@@ -346,15 +364,31 @@ CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
 def pallas_tpu(
     query, key, value, segment_ids, key_segment_ids, causal, window, *, drop=None, interpret=False
 ):
-    """Runs the kernels of this package. The dropout mask does not depend on the mesh."""
+    """Runs the kernels of this package. The dropout mask does not depend on the mesh.
+
+    Rows with a window are cut into blocks of queries, with the keys that they see.
+    """
+    size, before = _window_block(query.shape[1], window)
+    if window and segment_ids is None:
+        segment_ids = key_segment_ids = jnp.ones(query.shape[:2], jnp.int32)
+
+    def cut(x, around):
+        # Channels of all heads side by side: XLA would pad heads of 64 to 128 lanes.
+        blocks = _cut(x.reshape(*x.shape[:2], -1), size)
+        return _with_neighbors(blocks, around, around).reshape(-1, size + 2 * around, *x.shape[2:])
 
     def run(query, key, value, query_ids, key_ids, seed, *numbers):
         numbers = jnp.concatenate([seed, *(each[:1] for each in numbers)])
         kept = None if drop is None else drop.kept
-        return tpu.attention(
+        rows = query.shape
+        if before:
+            query, query_ids = (cut(x, 0) for x in (query, query_ids))
+            key, value, key_ids = (cut(x, before) for x in (key, value, key_ids))
+        out = tpu.attention(
             query, key, value, query_ids, key_ids, numbers,
-            causal=causal, kept=kept, interpret=interpret,
+            causal=causal, window=window, before=before, kept=kept, interpret=interpret,
         )  # fmt: skip
+        return out.reshape(*rows[:3], value.shape[3])
 
     seed = jnp.zeros(2, jnp.int32)
     if drop is not None:
@@ -365,13 +399,23 @@ def pallas_tpu(
     batch, length, heads, _ = query.shape
     # Global row, head and query numbers; each device gets its part of these constants.
     numbers = (np.arange(size, dtype=np.int32) for size in (batch, heads, length))
-    queries, ids, here = _queries_of_a_device(length, causal)
+    queries, ids, here = _queries_of_a_device(length, causal or window)
     return partitioning.shard_map_op(
         run,
         (query, key, value, seen, key_segment_ids, seed, *numbers),
         (queries, ROWS_AND_HEADS, ROWS_AND_HEADS, ids, ROWS, REPLICATED, ROWS, jax.P(HEADS), here),
         queries,
     )
+
+
+def _window_block(length: int, window: int) -> tuple[int, int]:
+    """Returns the queries of a block of `pallas_tpu`, and the keys on each of its sides."""
+    if not window:
+        return length, 0
+    around = -(-window // (LANES // 2)) * (LANES // 2)  # block and both sides: a multiple of LANES
+    sizes = [size for size in range(LANES, length, LANES) if length % size == 0 and size >= around]
+    size = max((size for size in sizes if size <= WINDOW_BLOCK), default=min(sizes, default=length))
+    return (size, around) if size + 2 * around < length else (length, 0)
 
 
 class KernelDropout(Dropout):
@@ -400,23 +444,26 @@ def pallas_tpu_definition(*arguments, drop=None):
     return xla(*arguments, drop=drop)
 
 
-def pallas_tpu_refuses(query, key, value, segment_ids, key_segment_ids, causal, window, **_) -> str:
-    if window:
-        return "has no window"
+def pallas_tpu_refuses(
+    query, key, value, segment_ids, key_segment_ids, causal, window, *, drop=None
+) -> str:
+    if window and (causal or drop is not None or query.shape[1] != key.shape[1]):
+        return "has a window only for rows that see themselves, both sides and without dropout"
     if query.dtype not in (jnp.bfloat16, jnp.float32):
         return f"supports bfloat16 and float32, not {query.dtype}"
     if query.shape[3] not in (32, 64, 128):
         return f"supports heads of 32, 64 or 128 channels, not {query.shape[3]}"
     longest = tpu.longest(query.dtype, query.shape[3])
     for length in (query.shape[1], key.shape[1]):
-        if length % LANES or length > longest:
+        size, before = _window_block(length, window)
+        if length % LANES or size + 2 * before > longest:
             return f"length {length} is not a multiple of {LANES} up to {longest}"
     return ""
 
 
-def left_for_length(query, key, *_, drop=None) -> str:
+def left_for_length(query, key, value, segment_ids, key_segment_ids, causal, window, *, drop=None):
     length = max(query.shape[1], key.shape[1])
-    if drop is not None or length <= SPLASH_BEYOND:
+    if drop is not None or window or length <= SPLASH_BEYOND:
         return ""
     return f"slower than splash beyond length {SPLASH_BEYOND} without dropout, length is {length}"
 

@@ -108,12 +108,18 @@ def test_the_longest_rows_of_attention_compile(chip, width, dtype):
 
 
 @pytest.mark.parametrize(
-    ("length", "rate", "taken"), [(128, 0.1, "pallas"), (512, 0.0, "pallas"), (4096, 0.0, "splash")]
+    ("length", "rate", "window", "taken"),
+    [
+        (128, 0.1, 0, "pallas"),
+        (512, 0.0, 0, "pallas"),
+        (4096, 0.0, 0, "splash"),
+        (4096, 0.0, 64, "pallas"),
+    ],
 )
-def test_attention_by_auto(length, rate, taken):
+def test_attention_by_auto(length, rate, window, taken):
     def run(ids, seed, *arrays):
         drop = Dropout(rate, jax.random.wrap_key_data(seed)) if rate else None
-        return attention(*arrays, segment_ids=ids, drop=drop)
+        return attention(*arrays, segment_ids=ids, drop=drop, window=window)
 
     arrays = [jax.ShapeDtypeStruct((2, length, 2, 64), BF16)] * 3
     ids = jax.ShapeDtypeStruct((2, length), jnp.int32)

@@ -32,11 +32,11 @@ CASES = {
 }
 
 
-def check(length, keys, heads, width, kind, causal, rate, *, dtype=F32, interpret=True):
+def check(length, keys, heads, width, kind, causal, rate, *, window=0, dtype=F32, interpret=True):
     """Compare the kernels with the definition, using the same dropout mask."""
     *arrays, cotangent = draw(length, keys, heads, width, dtype)
     ids, key_ids = ids_of(kind, length, keys)
-    seen = definitions.visible(ids, key_ids, (length, keys), causal)
+    seen = definitions.visible(ids, key_ids, (length, keys), causal, window)
     drop, kept = None, 1.0
     if rate:
         drop = Dropout(rate, jax.random.key(3))
@@ -45,7 +45,7 @@ def check(length, keys, heads, width, kind, causal, rate, *, dtype=F32, interpre
     given = [None if x is None else jnp.asarray(x) for x in (ids, key_ids)]
 
     def attend(*arrays):
-        return op.pallas_tpu(*arrays, *given, causal, 0, drop=drop, interpret=interpret)
+        return op.pallas_tpu(*arrays, *given, causal, window, drop=drop, interpret=interpret)
 
     tolerance = TOLERANCE[dtype] * (1 if interpret else 2)
     assert_close(run(attend, arrays, cotangent), expected, tolerance)
@@ -62,10 +62,30 @@ def test_rows_longer_than_a_block(causal):
     check(1024, 1024, 2, 64, "packed", causal, 0.1, dtype=BF16)
 
 
+# Blocks of 256 and 64 on each side, of 128 and 128, of 256 and 192; whole rows.
+WINDOWS = {(1024, 64, "packed"), (640, 100, "none"), (768, 130, "silent"), (256, 64, "packed")}
+
+
+@pytest.mark.parametrize(("length", "window", "kind"), sorted(WINDOWS))
+def test_windows(length, window, kind):
+    check(length, length, 2, 64, kind, False, 0.0, window=window)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(("length", "window", "kind"), sorted(WINDOWS))
+def test_windows_on_a_tpu(length, window, kind):
+    check(length, length, 2, 64, kind, False, 0.0, window=window, dtype=BF16, interpret=False)
+
+
 @pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2, "sequence": 2}, {"fsdp": 2}])
 def test_the_same_weights_are_dropped_on_any_mesh(sizes):
     with jax.set_mesh(make_mesh(**sizes)):
         check(256, 256, 2, 64, "packed", False, 0.3)
+
+
+def test_windows_on_a_mesh():
+    with jax.set_mesh(make_mesh(data=2, tensor=2, sequence=2)):
+        check(512, 512, 2, 64, "packed", False, 0.0, window=20)
 
 
 def test_padding_alone_is_finite_and_its_values_reach_nothing():

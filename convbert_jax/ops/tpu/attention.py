@@ -33,6 +33,8 @@ def attention(
     numbers: Int[Array, " 5"],
     *,
     causal: bool,
+    window: int,
+    before: int,
     kept: int | None,
     interpret: bool = False,
 ) -> Float[Array, "B L H D"]:
@@ -44,6 +46,8 @@ def attention(
       numbers: two seed words of dropout, and the global numbers of the first row, head and query,
         for the masks of `dropout_mask`.
       causal: a position sees only keys up to itself.
+      window: a position sees only keys at most this many positions away; 0: no limit.
+      before: number of keys before the position of the first query.
       kept: expected number of kept weights out of 256; None: no dropout.
       interpret: run in Pallas' interpreter.
 
@@ -51,7 +55,7 @@ def attention(
       [B, L, H, D]; 0 where a query sees no key.
     """
     heads, width = query.shape[2:]
-    settings = Settings(width, causal, kept, interpret)
+    settings = Settings(width, causal, window, before, kept, interpret)
     # Pad to a multiple of 128 channels with heads of zeros, removed from the result.
     added = -heads % (LANES // width) if heads * width > LANES else 0
 
@@ -99,13 +103,15 @@ class Settings:
 
     Attributes:
       width: channels per head.
-      causal: a position sees only itself and earlier ones.
+      causal, window, before: as in `attention`.
       kept: expected number of weights out of 256 that dropout keeps; None: no dropout.
       interpret: run in Pallas' interpreter.
     """
 
     width: int
     causal: bool
+    window: int
+    before: int
     kept: int | None
     interpret: bool
 
@@ -276,11 +282,14 @@ class Step:
             columns = self._columns[row, pl.ds(*keys)]
             wide = jnp.concatenate([columns] * (queries[1] // LANES), axis=1)
             seen = wide == self._ids[0][self.first + row, :, pl.ds(*queries)]
-        if self.blocks.settings.causal:
+        causal, window = self.blocks.settings.causal, self.blocks.settings.window
+        if causal or window:
             shape = keys[1], queries[1]
-            key = keys[0] + jax.lax.broadcasted_iota(I32, shape, 0)
+            key = keys[0] - self.blocks.settings.before + jax.lax.broadcasted_iota(I32, shape, 0)
             query = queries[0] + jax.lax.broadcasted_iota(I32, shape, 1)
-            seen = key <= query if seen is None else seen & (key <= query)
+            near = key <= query if causal else key <= query + window
+            near = near & (key >= query - window) if window else near
+            seen = near if seen is None else seen & near
         return seen
 
     def dropout_mask(self, unit: tuple[int, int, int], keys: Part, queries: Part):
