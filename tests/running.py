@@ -7,7 +7,8 @@
   pytest's cache), or else a guess by its marker.
 - The slowest files are printed with pytest's slowest tests (`--durations`).
 - With CONVBERT_TEST_COMPLETE=1 a test skipped because of a missing package fails. Apache Beam and
-  jax-privacy are exempt, because they cannot be installed with the versions of the lock files.
+  jax-privacy are exempt, because they cannot be installed with the versions of the lock files, and
+  mteb and usearch, because the lock files do not have them.
 - With `--budget=MINUTES` no test starts later than that. The least recently run files go first,
   so that a few runs cover all of them; the end of the run lists the remaining files.
 """
@@ -29,6 +30,8 @@ SHOWN = 10
 LACKS = "could not import"  # message of pytest.importorskip
 NO_BEAM = "needs Apache Beam, which conflicts with the lock files: see docs/howto/beam.md"
 NO_PRIVACY = "needs jax-privacy, which conflicts with the lock files: see docs/howto/privacy.md"
+NO_MTEB = "needs mteb, which is not in the lock files: pip install '.[mteb]'"
+NO_USEARCH = "needs usearch, which is not in the lock files: pip install '.[usearch]'"
 NO_TIME = "not started: the --budget is spent"
 # Tests excluded from the quick tier, with their CPU seconds, and the totals.
 EXPENSIVE = pathlib.PurePath("tests", "expensive.tsv")

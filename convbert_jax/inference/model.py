@@ -240,30 +240,41 @@ class Model:
         prompt = next((role for role in roles if role in self.vectors.prompts), "")
         return self.encode(texts, prompt=prompt, batch_size=batch_size)
 
-    def index(self, texts: Sequence[str], *, batch_size: int = 64) -> search.Index:
+    def index(
+        self, texts: Sequence[str], *, batch_size: int = 64, approximate: bool = False
+    ) -> search.Index:
         """Computes the vectors of documents for a search; see `search.Index`.
 
         Args:
           batch_size: see `encode`.
+          approximate: build a graph of near neighbors with usearch. A search then compares a query
+            with a small part of the vectors, and may miss a similar text.
 
         Raises:
           ArgumentError: `texts` are not single texts.
+          SearchError: `approximate` without the package usearch.
 
         >>> model.index(["a text", "another"])
         <Index of 2 texts, 32 channels>
         """
         texts, _ = as_single_texts(texts)
+        if approximate:
+            search.import_usearch()  # a missing package is an error before hours of encoding
         vectors = self.encode_documents(texts, batch_size=batch_size)
-        return search.Index(texts, vectors, self.encode_queries)
+        return search.Index(texts, vectors, self.encode_queries, approximate=approximate)
 
-    def load_index(self, folder: str | os.PathLike) -> search.Index:
+    def load_index(self, folder: str | os.PathLike, *, approximate: bool = False) -> search.Index:
         """Reads an index that `search.Index.save` wrote.
 
+        Args:
+          approximate: see `index`. The graph is built again, from the vectors in the folder.
+
         Raises:
-          SearchError: there is no index, or it was made by another model.
+          SearchError: there is no index, it was made by another model, or usearch is missing.
           DamagedFileError: a file is damaged.
         """
-        return search.load(folder, self.encode_documents, self.encode_queries)
+        encode = (self.encode_documents, self.encode_queries)
+        return search.load(folder, *encode, approximate=approximate)
 
     def fill_mask(
         self,

@@ -1,4 +1,4 @@
-"""Exact search for the most similar texts by cosine, on the device.
+"""Search for the most similar texts by cosine: exact on the device, or approximate by a graph.
 
 The files of a saved `Index`:
 
@@ -8,9 +8,11 @@ vectors.npy    float32 [N, C], of length 1
 """
 
 import functools
+import importlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -29,7 +31,7 @@ Encode = Callable[..., np.ndarray]  # texts -> [N, C]
 
 
 class SearchError(UserError):
-    """An index cannot be read or does not belong to the model."""
+    """An index cannot be read or built, or does not belong to the model."""
 
 
 class Hit(NamedTuple):
@@ -48,15 +50,24 @@ class Hit(NamedTuple):
 class Index:
     """Texts with their vectors; created by `Model.index`."""
 
-    def __init__(self, texts: Sequence[str], vectors: np.ndarray, encode: Encode):
+    def __init__(
+        self,
+        texts: Sequence[str],
+        vectors: np.ndarray,
+        encode: Encode,
+        *,
+        approximate: bool = False,
+    ):
         """
         Args:
           vectors: [N, C], of any length.
           encode: computes vectors of queries [N, C].
+          approximate: see `Model.index`.
         """
         self.texts = tuple(texts)
         self.vectors = normalize(vectors)
         self._encode = encode
+        self._graph = Graph(self.vectors) if approximate else None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -82,7 +93,9 @@ class Index:
         k = whole_number("k", k, 1)
         if not texts or not len(self):
             return [] if single else [[] for _ in texts]
-        places, scores = most_similar(self._encode(texts), self.vectors, k)
+        asked = self._encode(texts)
+        graph = self._graph
+        places, scores = graph.search(asked, k) if graph else most_similar(asked, self.vectors, k)
         found = [
             [Hit(int(p), self.texts[p], float(s)) for p, s in zip(*row, strict=True)]
             for row in zip(places, scores, strict=True)
@@ -90,7 +103,10 @@ class Index:
         return found[0] if single else found
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Writes the index to a folder; `Model.load_index` reads it.
+        """Writes texts and vectors to a folder; `Model.load_index` reads it.
+
+        The graph of an approximate index is not written: usearch can crash the process when it
+        reads a damaged file. `Model.load_index` builds it again.
 
         Raises:
           SearchError: the folder has other files, or cannot be written.
@@ -116,7 +132,9 @@ class Index:
             ) from None
 
 
-def load(folder: str | os.PathLike, of_document: Encode, of_query: Encode) -> Index:
+def load(
+    folder: str | os.PathLike, of_document: Encode, of_query: Encode, *, approximate: bool
+) -> Index:
     """Implements `Model.load_index`.
 
     Args:
@@ -151,7 +169,41 @@ def load(folder: str | os.PathLike, of_document: Encode, of_query: Encode) -> In
                 "the model of the index, or build the index again.",
                 path=str(folder),
             )
-    return Index(texts, vectors, of_query)
+    return Index(texts, vectors, of_query, approximate=approximate)
+
+
+def import_usearch() -> ModuleType:
+    """Imports usearch.
+
+    Raises:
+      SearchError: it is not installed.
+    """
+    try:
+        return importlib.import_module("usearch.index")
+    except ModuleNotFoundError as error:
+        raise SearchError(
+            f"approximate=True needs the package {error.name}. Run pip install '.[usearch]'."
+        ) from None
+
+
+class Graph:
+    """A graph of near neighbors (HNSW; Malkov & Yashunin, 2018), by usearch on the CPU."""
+
+    def __init__(self, vectors: np.ndarray):
+        """
+        Args:
+          vectors: [N, C], of length 1.
+        """
+        self._graph = import_usearch().Index(ndim=vectors.shape[1], metric="ip", dtype="f32")
+        if len(vectors):
+            rows = np.ascontiguousarray(vectors, np.float32)  # a file may have another order
+            self._graph.add(np.arange(len(vectors)), rows)
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Like `most_similar`, but may miss vectors; returns a row for each query."""
+        found = self._graph.search(normalize(queries), min(k, len(self._graph)))
+        found = [found] if len(queries) == 1 else found  # usearch drops the axis of one query
+        return [row.keys for row in found], [1 - row.distances for row in found]
 
 
 def most_similar(queries: np.ndarray, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """Search: exact results, saved indices, and what is refused."""
 
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import strategies as st
 
 import convbert_jax
 from convbert_jax.inference import search
-from convbert_jax.inference.search import SearchError, most_similar
+from convbert_jax.inference.search import SearchError, most_similar, normalize
 from convbert_jax.storage import DamagedFileError
 from tests.refusals import refused
+from tests.running import NO_USEARCH
 
 TEXTS = ["the sun", "a moon", "trees and rivers", "a moon"]
 
@@ -62,6 +64,36 @@ def test_a_single_query_and_small_indices(model):
     assert [hit.text for hit in index.search("the sun", k=10)] == ["the sun"]
     assert index.search([]) == []
     assert model.index([]).search("the sun") == []
+
+
+def test_approximate_search_of_few_vectors_is_exact():
+    pytest.importorskip("usearch", reason=NO_USEARCH)
+    rng = np.random.default_rng(0)
+    vectors, asked = normalize(rng.normal(size=(50, 8))), rng.normal(size=(9, 8))
+    places, scores = search.Graph(vectors).search(asked, 5)
+    expected = most_similar(asked, vectors, 5)
+    np.testing.assert_array_equal(places, expected[0])
+    np.testing.assert_allclose(scores, expected[1], atol=1e-6)
+
+
+def test_an_approximate_index_is_saved_and_loaded(model, saved, tmp_path):
+    pytest.importorskip("usearch", reason=NO_USEARCH)
+    index = model.index(TEXTS, approximate=True)
+    index.save(tmp_path / "again")
+    assert {f.name for f in (tmp_path / "again").iterdir()} == {f.name for f in saved.iterdir()}
+    for approximate in (index, model.load_index(saved, approximate=True)):
+        assert approximate.search("the sun", k=9)[0].text == "the sun"
+        first, _ = approximate.search(["a moon", "the sun"], k=2)
+        assert {hit.place for hit in first} == {1, 3}
+    assert model.index([], approximate=True).search("the sun") == []
+
+
+def test_an_approximate_index_without_usearch(model, saved, monkeypatch):
+    monkeypatch.setitem(sys.modules, "usearch.index", None)
+    with refused(SearchError, "pip install"):
+        model.index(TEXTS, approximate=True)
+    with refused(SearchError, "pip install"):
+        model.load_index(saved, approximate=True)
 
 
 def test_an_index_of_another_model_is_refused(model, saved):
