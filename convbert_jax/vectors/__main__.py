@@ -5,6 +5,8 @@ python -m convbert_jax.vectors similarity --model=runs/vectors --source=csv:sts.
 python -m convbert_jax.vectors retrieval --model=runs/vectors --folder=scifact
 python -m convbert_jax.vectors mine --model=runs/vectors --source=csv:pairs.csv \\
     --columns=question,answer --output=triplets.csv
+python -m convbert_jax.vectors mteb --model=runs/vectors --tasks=STSBenchmark,SciFact \\
+    --output=mteb
 """
 
 import argparse
@@ -29,6 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
         "similarity": "correlation of cosines with scores of pairs (STS), or average precision",
         "retrieval": "nDCG@10, MRR@10 and recall@k on a folder in BEIR's layout",
         "clusters": "V-measure of k-means clusters and labels",
+        "mteb": "main scores of tasks of MTEB, with the package mteb",
         "mine": "a csv file of pairs with a hard negative each",
     }
     parts = {name: commands.add_parser(name, help=what) for name, what in made.items()}
@@ -40,6 +43,10 @@ def make_parser() -> argparse.ArgumentParser:
             part.add_argument("--folder", type=Path, required=True, help="Test set.")
             part.add_argument("--split", default="test", help="Name of the file in qrels/.")
             part.add_argument("--reranker", help="Model of pairs that sorts the found documents.")
+            continue
+        if name == "mteb":
+            part.add_argument("--tasks", required=True, help="Names: STSBenchmark,SciFact.")
+            part.add_argument("--output", type=Path, required=True, help="Folder for results.")
             continue
         part.add_argument(
             "--source", required=True, help="csv:FILE, tsv:FILE, jsonl:FILE or parquet:GLOB."
@@ -63,6 +70,9 @@ def main() -> None:
             reranker = load(options.reranker) if options.reranker else None
             _print(evaluation.score_retrieval(load(options.model), data, reranker))
             return
+        if options.command == "mteb":
+            _score_tasks(options.model, options.tasks.split(","), options.output)
+            return
         columns = tuple(filter(None, options.columns.split(",")))
         scored = getattr(options, "score_column", "")
         section = ParallelSection(columns=columns, score_column=scored)
@@ -81,6 +91,21 @@ def main() -> None:
         print(f"Wrote {len(found):,} of {len(rows):,} pairs with a hard negative.")
     except UserError as error:
         console.fail(str(error))
+
+
+def _score_tasks(path: str, names: list[str], output: Path) -> None:
+    try:
+        from convbert_jax.vectors import mteb_tasks
+    except ModuleNotFoundError as error:
+        problem = f"The command mteb needs the package {error.name}. Run pip install '.[mteb]'."
+        raise UserError(problem) from None
+    from convbert_jax.inference.loading import load
+
+    for name in names:
+        mteb_tasks.get_task(name)  # an unknown one is an error before hours of others
+    model = load(path)
+    for name in names:
+        _print({name: mteb_tasks.score_task(model, mteb_tasks.get_task(name), output)})
 
 
 def _print(scores: dict[str, float]) -> None:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import convbert_jax
-from convbert_jax.config import ParallelSection
+from convbert_jax.config import ParallelSection, UserError
 from convbert_jax.data.errors import DataError
 from convbert_jax.inference.search import Hit, normalize
-from convbert_jax.vectors import evaluation, mining
+from convbert_jax.vectors import __main__, evaluation, mining
 from tests.refusals import refused
 
 SECTION = ParallelSection(columns=("a", "b"), score_column="s")
@@ -193,6 +193,13 @@ def test_mined_texts_are_similar_but_no_answers():
     found = list(mining.mine(Fixed(vectors), pairs))
     assert found[0] == ("q", "right", "far")  # "nearly" is another answer of q
     assert all(negative not in ("far", "other") for query, _, negative in found if query == "r")
+
+
+def test_tasks_of_mteb_without_mteb(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "convbert_jax.vectors.mteb_tasks", None)
+    monkeypatch.delattr("convbert_jax.vectors.mteb_tasks", raising=False)
+    with refused(UserError, "pip install"):
+        __main__._score_tasks("none", ["SciFact"], tmp_path)
 
 
 def test_the_commands(pretrained, tmp_path):
