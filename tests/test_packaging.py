@@ -19,7 +19,7 @@ OURS = {"convbert_jax", "configs"}
 # Optional imports; a missing package is an error with installation instructions.
 OPTIONAL = {
     *("torch", "transformers", "datasets", "optuna", "submitit", "mlflow", "wandb", "apache_beam"),
-    *("onnxruntime", "usearch", "mteb"),
+    *("onnx", "onnxruntime", "usearch", "mteb"),
     "coverage",  # used by tests.mutation
 }
 LOCK = runpy.run_path(str(REPOSITORY / "launch" / "lock.py"))
