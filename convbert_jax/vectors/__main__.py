@@ -12,12 +12,15 @@ python -m convbert_jax.vectors mteb --model=runs/vectors --tasks=STSBenchmark,Sc
 import argparse
 import csv
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from convbert_jax import console
 
 with console.missing_package_message():
     from convbert_jax import storage
     from convbert_jax.config import ParallelSection, UserError
+if TYPE_CHECKING:
+    from convbert_jax.inference.model import Model
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -62,13 +65,12 @@ def main() -> None:
     options = make_parser().parse_args()
     with console.missing_package_message():
         console.set_up_logging()
-        from convbert_jax.inference.loading import load
         from convbert_jax.vectors import evaluation, mining
     try:
         if options.command == "retrieval":
             data = evaluation.read_retrieval(options.folder, options.split)
-            reranker = load(options.reranker) if options.reranker else None
-            _print(evaluation.score_retrieval(load(options.model), data, reranker))
+            reranker = _load(options.reranker) if options.reranker else None
+            _print(evaluation.score_retrieval(_load(options.model), data, reranker))
             return
         if options.command == "mteb":
             _score_tasks(options.model, options.tasks.split(","), options.output)
@@ -78,19 +80,33 @@ def main() -> None:
         section = ParallelSection(columns=columns, score_column=scored)
         rows = evaluation.read_rows(options.source, section, scored=bool(scored))
         if scored:
-            _print(evaluation.score_similarity(load(options.model), rows))
+            _print(evaluation.score_similarity(_load(options.model), rows))
             return
         if options.command == "clusters":
-            _print({"v_measure": evaluation.score_clusters(load(options.model), rows)})
+            _print({"v_measure": evaluation.score_clusters(_load(options.model), rows)})
             return
         if options.output.exists():
             raise UserError(f"{options.output} exists. Remove it or use another --output.")
-        found = list(mining.mine(load(options.model), rows))
+        found = list(mining.mine(_load(options.model), rows))
         with storage.replacing(storage.to_path(options.output), "w") as file:
             csv.writer(file).writerows([("first", "second", "negative"), *found])
         print(f"Wrote {len(found):,} of {len(rows):,} pairs with a hard negative.")
     except UserError as error:
         console.fail(str(error))
+
+
+def _load(path: str) -> "Model":
+    """Loads an encoder; raises UserError, also for a model that generates texts."""
+    from convbert_jax.inference.loading import load
+    from convbert_jax.inference.model import Model
+
+    if not isinstance(model := load(path), Model):
+        raise UserError(
+            f"{path} generates texts and has no text vectors. Use a run or folder of an encoder.",
+            field="--model",
+            value=path,
+        )
+    return model
 
 
 def _score_tasks(path: str, names: list[str], output: Path) -> None:
@@ -99,11 +115,9 @@ def _score_tasks(path: str, names: list[str], output: Path) -> None:
     except ModuleNotFoundError as error:
         problem = f"The command mteb needs the package {error.name}. Run pip install '.[mteb]'."
         raise UserError(problem) from None
-    from convbert_jax.inference.loading import load
-
     for name in names:
         mteb_tasks.get_task(name)  # an unknown one is an error before hours of others
-    model = load(path)
+    model = _load(path)
     for name in names:
         _print({name: mteb_tasks.score_task(model, mteb_tasks.get_task(name), output)})
 

@@ -202,6 +202,12 @@ def test_tasks_of_mteb_without_mteb(monkeypatch, tmp_path):
         __main__._score_tasks("none", ["SciFact"], tmp_path)
 
 
+def test_a_model_without_vectors_is_refused(monkeypatch):
+    monkeypatch.setattr("convbert_jax.inference.loading.load", lambda path: object())
+    with refused(UserError, field="--model", value="runs/translation"):
+        __main__._load("runs/translation")
+
+
 def test_the_commands(pretrained, tmp_path):
     source = tmp_path / "rows.csv"
     rows = [f"the {word},{word} tree,{i}\n" for i, word in enumerate(["sun", "moon", "sky", "sea"])]
