@@ -357,6 +357,8 @@ SPLASH_FROM = 512
 SPLASH_BEYOND = 2048
 SPLASH_BLOCK = 512  # maximum number of positions per step
 WINDOW_BLOCK = 256  # maximum number of queries of pallas_tpu that share their keys with a window
+# Up to this length, whole rows with a mask cost less than blocks, which copy keys and values.
+WHOLE_ROWS = 1024
 LANES = 128  # lengths must be multiples
 CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
 
@@ -366,7 +368,7 @@ def pallas_tpu(
 ):
     """Runs the kernels of this package. The dropout mask does not depend on the mesh.
 
-    Rows with a window are cut into blocks of queries, with the keys that they see.
+    Long rows with a window are cut into blocks of queries, with the keys that they see.
     """
     size, before = _window_block(query.shape[1], window)
     if window and segment_ids is None:
@@ -410,7 +412,7 @@ def pallas_tpu(
 
 def _window_block(length: int, window: int) -> tuple[int, int]:
     """Returns the queries of a block of `pallas_tpu`, and the keys on each of its sides."""
-    if not window:
+    if not window or length <= WHOLE_ROWS:
         return length, 0
     around = -(-window // (LANES // 2)) * (LANES // 2)  # block and both sides: a multiple of LANES
     sizes = [size for size in range(LANES, length, LANES) if length % size == 0 and size >= around]

@@ -63,7 +63,7 @@ def test_rows_longer_than_a_block(causal):
 
 
 # Blocks of 256 and 64 on each side, of 128 and 128, of 256 and 192; whole rows.
-WINDOWS = {(1024, 64, "packed"), (640, 100, "none"), (768, 130, "silent"), (256, 64, "packed")}
+WINDOWS = {(1280, 64, "packed"), (1152, 100, "none"), (1536, 130, "silent"), (256, 64, "packed")}
 
 
 @pytest.mark.parametrize(("length", "window", "kind"), sorted(WINDOWS))
