@@ -64,18 +64,25 @@ def describe_processor() -> str:
 
 
 def alternate(
-    runs: Mapping[str, Callable[[], object]], rounds: int, *, least: float = 0.0, rest: float = 0.0
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    least: float = 0.0,
+    rest: float = 0.0,
+    alone: bool = True,
 ) -> dict[str, list[float]]:
     """Returns the milliseconds of each function in each of `rounds` rounds, after a warm-up round.
 
-    Functions must return only when their work is done. A process with one thread is timed by its
-    CPU time, which other programs hardly change.
+    Functions must return only when their work is done. A process with one thread that works `alone`
+    is timed by its CPU time, which other programs hardly change.
 
     Args:
+      alone: whether this process does all of the work.
       least: minimum milliseconds of a turn, by repetition.
       rest: seconds of sleep before each turn, in which threads of the last function stop spinning.
     """
-    clock = time.process_time if len(os.sched_getaffinity(0)) == 1 else time.perf_counter
+    one_thread = len(os.sched_getaffinity(0)) == 1
+    clock = time.process_time if one_thread and alone else time.perf_counter
 
     def turn(run, repeats=1):
         start = clock()

@@ -131,7 +131,7 @@ def compare(arguments: argparse.Namespace, process: int, port: int, texts: list[
         used["server"].append(cpu_seconds(process) - started)
 
     runs = {"model.encode": encode, "server": request}
-    times = timing.alternate(runs, arguments.rounds, rest=0.5)
+    times = timing.alternate(runs, arguments.rounds, rest=0.5, alone=False)
     columns = ("texts/s, median", "texts/s, fastest", "relative to encode", "CPU ms/text")
     table = timing.Table("program", *columns)
     for name, found in times.items():
