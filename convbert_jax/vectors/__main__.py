@@ -3,6 +3,7 @@
 python -m convbert_jax.vectors similarity --model=runs/vectors --source=csv:sts.csv \\
     --columns=first,second --score_column=score
 python -m convbert_jax.vectors retrieval --model=runs/vectors --folder=scifact
+python -m convbert_jax.vectors pairs --source=csv:texts.csv --columns=text,topic --output=pairs.csv
 python -m convbert_jax.vectors mine --model=runs/vectors --source=csv:pairs.csv \\
     --columns=question,answer --output=triplets.csv
 python -m convbert_jax.vectors mteb --model=runs/vectors --tasks=STSBenchmark,SciFact \\
@@ -36,12 +37,14 @@ def make_parser() -> argparse.ArgumentParser:
         "clusters": "V-measure of k-means clusters and labels",
         "mteb": "main scores of tasks of MTEB, with the package mteb",
         "mine": "a csv file of pairs with a hard negative each",
+        "pairs": "a csv file of scored pairs from texts with classes",
     }
     parts = {name: commands.add_parser(name, help=what) for name, what in made.items()}
     for name, part in parts.items():
-        part.add_argument(
-            "--model", required=True, help="Run or Hugging Face folder, as for `load`."
-        )
+        if name != "pairs":
+            part.add_argument(
+                "--model", required=True, help="Run or Hugging Face folder, as for `load`."
+            )
         if name == "retrieval":
             part.add_argument("--folder", type=Path, required=True, help="Test set.")
             part.add_argument("--split", default="test", help="Name of the file in qrels/.")
@@ -54,10 +57,11 @@ def make_parser() -> argparse.ArgumentParser:
         part.add_argument(
             "--source", required=True, help="csv:FILE, tsv:FILE, jsonl:FILE or parquet:GLOB."
         )
-        what = "Text and label" if name == "clusters" else "First and second text"
+        what = "Text and label" if name in ("clusters", "pairs") else "First and second text"
         part.add_argument("--columns", default="", help=f"{what}: first,second.")
     parts["similarity"].add_argument("--score_column", required=True, help="Column of the score.")
-    parts["mine"].add_argument("--output", type=Path, required=True, help="csv file to write.")
+    for name in ("mine", "pairs"):
+        parts[name].add_argument("--output", type=Path, required=True, help="csv file to write.")
     return parser
 
 
@@ -87,10 +91,15 @@ def main() -> None:
             return
         if options.output.exists():
             raise UserError(f"{options.output} exists. Remove it or use another --output.")
-        found = list(mining.mine(_load(options.model), rows))
+        if options.command == "pairs":
+            third, found = "score", list(mining.pair_classes(rows))
+            written = f"{len(found):,} pairs of {len(rows):,} texts."
+        else:
+            third, found = "negative", list(mining.mine(_load(options.model), rows))
+            written = f"{len(found):,} of {len(rows):,} pairs with a hard negative."
         with storage.replacing(storage.to_path(options.output), "w") as file:
-            csv.writer(file).writerows([("first", "second", "negative"), *found])
-        print(f"Wrote {len(found):,} of {len(rows):,} pairs with a hard negative.")
+            csv.writer(file).writerows([("first", "second", third), *found])
+        print(f"Wrote {written}")
     except UserError as error:
         console.fail(str(error))
 

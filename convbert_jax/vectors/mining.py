@@ -1,11 +1,41 @@
-"""Hard negatives: texts that a model finds similar to a query, although they are not its answer."""
+"""Training pairs: with hard negatives, and from texts with classes."""
 
+import random
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from convbert_jax.config import UserError
 from convbert_jax.inference.model import Model
 from convbert_jax.inference.search import most_similar, normalize
+
+
+def pair_classes(
+    rows: Sequence[tuple[str, str]], seed: int = 0
+) -> Iterator[tuple[str, str, float]]:
+    """Yields (text, text of the same class, 1) and (text, text of another class, 0) of each text.
+
+    Scored pairs instead of pairs with negatives from the batch, where texts of the same class would
+    count as negatives. A text that is alone in its class has no first pair.
+
+    Args:
+      rows: (text, class).
+
+    Raises:
+      UserError: there are fewer than two classes.
+    """
+    texts: dict[str, list[str]] = {}
+    for text, label in dict(rows).items():
+        texts.setdefault(label, []).append(text)
+    if len(texts) < 2:
+        raise UserError("The texts have one class. Use texts of at least two classes.")
+    draw = random.Random(seed)
+    for text, label in dict(rows).items():
+        two = draw.sample(texts[label], min(2, len(texts[label])))
+        for same in [each for each in two if each != text][:1]:
+            yield text, same, 1.0
+        other = draw.choice([name for name in texts if name != label])
+        yield text, draw.choice(texts[other]), 0.0
 
 
 def mine(

@@ -1,5 +1,6 @@
 """Scores of text vectors: definitions, files, and the commands."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -206,6 +207,30 @@ def test_a_model_without_vectors_is_refused(monkeypatch):
     monkeypatch.setattr("convbert_jax.inference.loading.load", lambda path: object())
     with refused(UserError, field="--model", value="runs/translation"):
         __main__._load("runs/translation")
+
+
+def test_classes_become_scored_pairs():
+    rows = [("a", "x"), ("b", "x"), ("c", "y"), ("d", "y"), ("alone", "z"), ("a", "x")]
+    classes = dict(rows)
+    found = list(mining.pair_classes(rows))
+    assert {first for first, _, score in found if score == 0} == set(classes)
+    for first, second, score in found:
+        assert first != second
+        assert (classes[first] == classes[second]) == (score == 1)
+    assert "alone" not in {first for first, _, score in found if score == 1}
+    with refused(UserError, "classes"):
+        list(mining.pair_classes([("a", "x"), ("b", "x")]))
+
+
+def test_the_command_for_classes(monkeypatch, tmp_path):
+    (tmp_path / "texts.csv").write_text("topic,text\nx,a\nx,b\ny,c\n")
+    arguments = (f"--source=csv:{tmp_path}/texts.csv", "--columns=text,topic")
+    output = tmp_path / "pairs.csv"
+    monkeypatch.setattr(sys, "argv", ["vectors", "pairs", *arguments, f"--output={output}"])
+    __main__.main()
+    rows = list(csv.DictReader(output.open()))
+    assert {tuple(row) for row in rows} == {("first", "second", "score")}
+    assert [row["score"] for row in rows] == ["1.0", "0.0", "1.0", "0.0", "0.0"]
 
 
 def test_the_commands(pretrained, tmp_path):
