@@ -91,14 +91,18 @@ def _make_variant(sweep: Sweep, name: str, changed: Mapping[str, Any]) -> Config
     """Makes the config of a variant, with lengths in steps; an error of all variants alike does not
     name the variant.
     """
-    try:
-        config = config_files.make_config(sweep.config, dict(changed))
+
+    def make(fields: Mapping[str, Any]) -> Config:
+        config = config_files.make_config(sweep.config, dict(fields))
         return lengths.to_steps(config, lengths.tokens_of_step)
+
+    try:
+        return make(changed)
     except UserError as error:
         own = sweep.variants[name].changes
         others = {path: value for path, value in changed.items() if path not in own}
         try:
-            config_files.make_config(sweep.config, {**sweep.changes, **others})
+            make({**sweep.changes, **others})
         except UserError as other:
             if str(other) == str(error):
                 raise _named("", error) from error

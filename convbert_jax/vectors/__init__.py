@@ -1,7 +1,8 @@
-"""Text vectors in use: scores on test sets, and mining of hard negatives.
+"""Text vectors in use: scores on test sets, and training pairs.
 
 evaluation.py   similarity of pairs (STS), retrieval on files in BEIR's layout, clusters
-mining.py       hard negatives for the training of vectors
+mteb_tasks.py   tasks of MTEB, with the package mteb
+mining.py       hard negatives, and pairs from texts with classes
 __main__.py     the commands
 
 Search itself is `inference/search.py`, vectors are `Model.encode`.

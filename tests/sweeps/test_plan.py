@@ -67,8 +67,9 @@ def test_variants_may_have_phases_and_lengths_in_tokens(folder):
     assert (two.config.phase_lengths, count_tokens(two)) == ((50, 25), 100 * step)
     assert describe_changes(variants["two"], two) == f"phases={json.dumps(halves)}"
     assert count_flops(equal, folder) == pytest.approx(count_flops(two, folder), rel=1e-2)
-    with refused(SweepError, field="config.train.steps", value="1 epoch"):
+    with refused(SweepError, field="config.train.steps", value="1 epoch") as caught:
         expand(SWEEP, folder, {"train.steps": "1 epoch"})
+    assert "variant" not in str(caught.value)  # an error of all variants
 
 
 def test_the_size_of_a_vocabulary_file_counts(folder, tmp_path):
