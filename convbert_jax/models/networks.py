@@ -51,7 +51,47 @@ class Projections(nnx.Module):
         return getattr(self, name)(x) if hasattr(self, name) else x
 
 
-class PretrainingModel(nnx.Module):
+class _EncoderModel(nnx.Module):
+    """A network with one main encoder."""
+
+    def _main(self) -> tuple[Embeddings, Encoder]:
+        """Return the main encoder and the embeddings that it reads."""
+        return self.embeddings, self.encoder
+
+    def embed(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        type_ids: Int[Array, "B L"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+    ) -> Float[Array, "B L E"]:
+        """Return the input embeddings of the encoder, without dropout."""
+        embeddings, _ = self._main()
+        return embeddings(tokens, segment_ids, type_ids, dtype=dtype)
+
+    def encode(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        type_ids: Int[Array, "B L"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        key: Array | None = None,
+        capture: str | Collection[str] = (),
+    ) -> Float[Array, "B L C"] | tuple[Float[Array, "B L C"], Seen]:
+        """Compute last-layer hidden states in `dtype`.
+
+        Args:
+          segment_ids: 0 marks padding; positions of different segments do not interact.
+          type_ids: First or second text of a pair.
+          key: Dropout key; None is deterministic.
+          capture: With names, also return the captured activations, see `Encoder`.
+        """
+        return _encode(*self._main(), tokens, segment_ids, type_ids, dtype, key, capture)
+
+
+class PretrainingModel(_EncoderModel):
     """Replaced-token detection (ELECTRA §2) with every kind of generator.
 
     config.generator.kind:
@@ -166,41 +206,8 @@ class PretrainingModel(nnx.Module):
         """
         return self.masked_lm_head(_pick(hidden, positions), self._read_embeddings())
 
-    def embed(
-        self,
-        tokens: Int[Array, "B L"],
-        segment_ids: Int[Array, "B L"],
-        type_ids: Int[Array, "B L"],
-        *,
-        dtype: jnp.dtype = jnp.float32,
-    ) -> Float[Array, "B L E"]:
-        """Return the input embeddings of the discriminator's encoder, without dropout."""
-        return self._read_embeddings()(tokens, segment_ids, type_ids, dtype=dtype)
-
-    def encode(
-        self,
-        tokens: Int[Array, "B L"],
-        segment_ids: Int[Array, "B L"],
-        type_ids: Int[Array, "B L"],
-        *,
-        dtype: jnp.dtype = jnp.float32,
-        key: Array | None = None,
-        capture: str | Collection[str] = (),
-    ) -> Float[Array, "B L C"] | tuple[Float[Array, "B L C"], Seen]:
-        """Compute last-layer hidden states of the discriminator, in `dtype`.
-
-        With `capture`, also return the captured activations, see `Encoder`.
-        """
-        return _encode(
-            self._read_embeddings(),
-            self.discriminator,
-            tokens,
-            segment_ids,
-            type_ids,
-            dtype,
-            key,
-            capture,
-        )
+    def _main(self) -> tuple[Embeddings, Encoder]:
+        return self._read_embeddings(), self.discriminator
 
     def _read_embeddings(self) -> Embeddings:
         """Return the embeddings of the discriminator."""
@@ -209,7 +216,7 @@ class PretrainingModel(nnx.Module):
         return self.embeddings
 
 
-class MaskedLanguageModel(nnx.Module):
+class MaskedLanguageModel(_EncoderModel):
     """One encoder with a masked language head (BERT §3.1).
 
     With config.objective.sentence_pairs, it also has a head for sentence pairs.
@@ -245,20 +252,6 @@ class MaskedLanguageModel(nnx.Module):
         hidden = self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key)
         return self.predict(hidden, positions)
 
-    def generate_and_judge(
-        self,
-        tokens: Int[Array, "B L"],
-        segment_ids: Int[Array, "B L"],
-        type_ids: Int[Array, "B L"],
-        positions: Int[Array, "B M"],
-        *,
-        dtype: jnp.dtype = jnp.float32,
-        key: Array | None = None,
-    ) -> tuple[Float[Array, "B M V"], Float[Array, "B 2"]]:
-        """Return the logits of `generate`, and float32 logits per pair: follows, does not."""
-        hidden = self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key)
-        return self.predict(hidden, positions), self.judge(hidden)
-
     def predict(
         self, hidden: Float[Array, "B L C"], positions: Int[Array, "B M"]
     ) -> Float[Array, "B M V"]:
@@ -268,32 +261,6 @@ class MaskedLanguageModel(nnx.Module):
     def judge(self, hidden: Float[Array, "B L C"]) -> Float[Array, "B 2"]:
         """Return float32 pair logits; requires config.objective.sentence_pairs."""
         return self.pair_head(hidden)
-
-    def embed(
-        self,
-        tokens: Int[Array, "B L"],
-        segment_ids: Int[Array, "B L"],
-        type_ids: Int[Array, "B L"],
-        *,
-        dtype: jnp.dtype = jnp.float32,
-    ) -> Float[Array, "B L E"]:
-        """Return the input embeddings of the encoder, without dropout."""
-        return self.embeddings(tokens, segment_ids, type_ids, dtype=dtype)
-
-    def encode(
-        self,
-        tokens: Int[Array, "B L"],
-        segment_ids: Int[Array, "B L"],
-        type_ids: Int[Array, "B L"],
-        *,
-        dtype: jnp.dtype = jnp.float32,
-        key: Array | None = None,
-        capture: str | Collection[str] = (),
-    ) -> Float[Array, "B L C"] | tuple[Float[Array, "B L C"], Seen]:
-        """Compute last-layer hidden states in `dtype`; for `capture` see `Encoder`."""
-        return _encode(
-            self.embeddings, self.encoder, tokens, segment_ids, type_ids, dtype, key, capture
-        )
 
 
 def _initializers(config: Config) -> Initializers:
@@ -313,7 +280,7 @@ def _pick(hidden: Float[Array, "B L C"], positions: Int[Array, "B M"]) -> Float[
     return picked.astype(hidden.dtype)
 
 
-class EmbeddingModel(nnx.Module):
+class EmbeddingModel(_EncoderModel):
     """Embeddings and encoder without a head, for vectors of texts."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -325,23 +292,11 @@ class EmbeddingModel(nnx.Module):
         """Return the parts of the main network; see `PretrainingModel.parts`."""
         return {"main": {"embeddings": "embeddings", "encoder": "encoder"}}
 
-    def encode(
-        self,
-        tokens: Int[Array, "B L"],
-        segment_ids: Int[Array, "B L"],
-        *,
-        dtype: jnp.dtype = jnp.float32,
-        key: Array | None = None,
-    ) -> Float[Array, "B L C"]:
-        """Compute last-layer hidden states of single texts in `dtype`."""
-        types = jnp.zeros_like(tokens)
-        return _encode(self.embeddings, self.encoder, tokens, segment_ids, types, dtype, key)
-
 
 # --- Fine-tuning ---
 
 
-class FinetunedModel(nnx.Module):
+class FinetunedModel(_EncoderModel):
     """Embeddings, encoder and the head named by `config.outputs.head`.
 
     Parameters are under `embeddings/`, `encoder/` and `head/`.
@@ -361,21 +316,6 @@ class FinetunedModel(nnx.Module):
         """Return the parts of the main network; see `PretrainingModel.parts`."""
         head = f"{config.outputs.head}_head"
         return {"main": {"embeddings": "embeddings", "encoder": "encoder", head: "head"}}
-
-    def encode(
-        self,
-        tokens: Int[Array, "B L"],
-        segment_ids: Int[Array, "B L"],
-        type_ids: Int[Array, "B L"],
-        *,
-        dtype: jnp.dtype = jnp.float32,
-        key: Array | None = None,
-        capture: str | Collection[str] = (),
-    ) -> Float[Array, "B L C"] | tuple[Float[Array, "B L C"], Seen]:
-        """Compute last-layer hidden states in `dtype`; see `PretrainingModel.encode`."""
-        return _encode(
-            self.embeddings, self.encoder, tokens, segment_ids, type_ids, dtype, key, capture
-        )
 
     def classify(
         self,

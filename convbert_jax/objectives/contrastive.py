@@ -71,7 +71,7 @@ def loss(
     measured = [measure(size) for size in sizes]
     (_, weight), accuracy = measured[-1]
     total = sum(total for (total, _), _ in measured) / len(sizes)
-    value = total / (weight + 1e-6)
+    value = metrics.ratio((total, weight))
     found = {
         "loss": (value, jnp.ones(())),
         "contrastive_loss": (total, weight),
@@ -103,7 +103,7 @@ def text_vectors(
 
     def compute(rows):
         tokens, segment_ids, key = rows
-        hidden = model.encode(tokens, segment_ids, dtype=dtype, key=key)
+        hidden = model.encode(tokens, segment_ids, jnp.zeros_like(tokens), dtype=dtype, key=key)
         return pool(hidden, segment_ids, pooling)
 
     if parts == 1:

@@ -130,7 +130,7 @@ def terms(
         found["embeddings"] = metrics.mean(squared(ours, teacher.embeddings), real)
     value = jnp.zeros(())
     for name, sums in found.items():
-        value += getattr(section, f"{name}_weight") * sums[0] / (sums[1] + 1e-6)
+        value += getattr(section, f"{name}_weight") * metrics.ratio(sums)
     return value, {f"distill_{name}": sums for name, sums in found.items()}
 
 

@@ -90,50 +90,36 @@ def loss(
     with its logits at the masked tokens.
 
     Args:
-      model: `generate(tokens, segment_ids, type_ids, positions, dtype, key) -> logits [B, M, V]`;
-        with pairs, `generate_and_judge`, which also returns logits [B, 2].
+      model: `encode`, `predict` and, with pairs, `judge`, as in `MaskedLanguageModel`.
       key: Draws masks and, if `train`, dropout.
     """
+    d = config.distillation
     mask_key, dropout_key = jax.random.split(key)
     masked = hide(batch, mask_key, config=config, special=special)
-    inputs = masked.tokens, batch["segment_ids"], batch["type_ids"], masked.positions
-    settings = {"dtype": dtype, "key": dropout_key if train else None}
-    if teacher is not None:
-        return _taught_loss(model, batch, masked, teacher, config, **settings)
-    if config.objective.sentence_pairs == "none":
-        logits, pairs = model.generate(*inputs, **settings), {}
+    inputs = masked.tokens, batch["segment_ids"], batch["type_ids"]
+    dropout_key = dropout_key if train else None
+    if teacher is None:
+        hidden = model.encode(*inputs, dtype=dtype, key=dropout_key)
     else:
-        logits, judged = model.generate_and_judge(*inputs, **settings)
-        pairs = pair_metrics(judged, batch["pair_label"])
+        hidden, observed = distillation.observe_student(model, inputs, dropout_key, dtype, config)
+    logits = model.predict(hidden, masked.positions)
     z_loss = config.objective.z_loss if train else 0.0
     losses = cross_entropy(logits, masked.labels, z_loss=z_loss)
-    result = prediction_metrics(logits, losses, masked) | pairs
-    total, weight = result["mlm_loss"]
-    value = total / (weight + 1e-6)
-    if pairs:
-        total, weight = pairs["pair_loss"]
-        value += total / (weight + 1e-6)
-    return value, result | {"loss": (value, jnp.ones(()))}
-
-
-def _taught_loss(model, batch, masked: masking.Masked, teacher, config: Config, *, dtype, key):
-    d = config.distillation
-    inputs = masked.tokens, batch["segment_ids"], batch["type_ids"]
-    hidden, observed = distillation.observe_student(model, inputs, key, dtype, config)
-    logits = model.predict(hidden, masked.positions)
-    losses = cross_entropy(logits, masked.labels, z_loss=config.objective.z_loss)
     result = prediction_metrics(logits, losses, masked)
-    theirs, head = teacher(*inputs, dtype=dtype)
-    value, found = distillation.terms(d, observed, theirs, batch["segment_ids"], model.projections)
-    if d.logits_weight:
-        apart = distillation.word_divergence(logits, head(masked.positions), d.temperature)
-        found["distill_logits"] = metrics.mean(apart, masked.weights)
-        total, weight = found["distill_logits"]
-        value += d.logits_weight * total / (weight + 1e-6)
+    value = metrics.ratio(result["mlm_loss"])
     if config.objective.sentence_pairs != "none":
-        found |= pair_metrics(model.judge(hidden), batch["pair_label"])
-        total, weight = found["pair_loss"]
-        value += total / (weight + 1e-6)
-    total, weight = result["mlm_loss"]
-    value += d.labels_weight * total / (weight + 1e-6)
-    return value, result | found | {"loss": (value, jnp.ones(()))}
+        result |= pair_metrics(model.judge(hidden), batch["pair_label"])
+    if teacher is not None:
+        theirs, head = teacher(*inputs, dtype=dtype)
+        taught, found = distillation.terms(
+            d, observed, theirs, batch["segment_ids"], model.projections
+        )
+        if d.logits_weight:
+            apart = distillation.word_divergence(logits, head(masked.positions), d.temperature)
+            found["distill_logits"] = metrics.mean(apart, masked.weights)
+            taught += d.logits_weight * metrics.ratio(found["distill_logits"])
+        value = d.labels_weight * value + taught
+        result |= found
+    if "pair_loss" in result:
+        value += metrics.ratio(result["pair_loss"])
+    return value, result | {"loss": (value, jnp.ones(()))}

@@ -43,6 +43,12 @@ def mean(values: Shaped[Array, "*S"], weights: Shaped[Array, "*S"]) -> tuple[Arr
     return (values.astype(jnp.float32) * weights).sum(), weights.sum()
 
 
+def ratio(sums: tuple[Array, Array]) -> Float[Array, ""]:
+    """Return sum / weight, 0 without weights. The official code adds the same 1e-6."""
+    total, weight = sums
+    return total / (weight + 1e-6)
+
+
 def ranked_pairs(scores: Scores) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return (concordant positive-negative pairs, all such pairs) of the batch; ties count half.
 

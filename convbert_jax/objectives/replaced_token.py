@@ -122,13 +122,13 @@ def loss(
         tokens = jnp.where(masked_first, masked.tokens, corrupted)
         hidden = model.encode(tokens, *others, **settings)
         result |= _one_of(masked_first, predict, lambda h: detect(model.detect(h)), hidden)
-    value = _weighted(o.generator_weight, result["mlm_loss"])
+    value = o.generator_weight * metrics.ratio(result["mlm_loss"])
     labels = 1.0 if taught is None else config.distillation.labels_weight
-    value += _weighted(labels * o.discriminator_weight, result["discriminator_loss"])
+    value += labels * o.discriminator_weight * metrics.ratio(result["discriminator_loss"])
     if taught is not None:
         value += taught
     if masked_first is not None:
-        value += _weighted(1.0, result["encoder_mlm_loss"])  # one of the two sums is empty
+        value += metrics.ratio(result["encoder_mlm_loss"])  # one of the two sums is empty
     return value, result | {"loss": (value, jnp.ones(()))}
 
 
@@ -141,7 +141,7 @@ def _taught(model, logits, observed, inputs, teacher, dtype, config: Config):
         apart = distillation.token_divergence(logits, head(None), d.temperature)
         found["distill_logits"] = metrics.mean(apart, segment_ids != 0)
         weight = d.logits_weight * config.objective.discriminator_weight
-        value += _weighted(weight, found["distill_logits"])
+        value += weight * metrics.ratio(found["distill_logits"])
     return value, found
 
 
@@ -195,8 +195,3 @@ def _one_of(first: Bool[Array, ""], one, other, hidden) -> metrics.Metrics:
         both = (branch(hidden) for branch in branches)
         return jax.tree.map(lambda a, b: jnp.where(first, a, b), *both)
     return jax.lax.cond(first, *branches, hidden)
-
-
-def _weighted(factor: float, sums: tuple[Array, Array]) -> Array:
-    total, weight = sums
-    return factor * total / (weight + 1e-6)

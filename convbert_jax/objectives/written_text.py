@@ -58,9 +58,9 @@ def judge(
     labels = batch["labels"]
     losses = cross_entropy(logits, labels)
     smoothed = cross_entropy(logits, labels, objective.label_smoothing, z_loss=objective.z_loss)
-    total, weight = metrics.mean(smoothed, weights)
-    return total / (weight + 1e-6), {
-        "loss": (total, weight),
+    sums = metrics.mean(smoothed, weights)
+    return metrics.ratio(sums), {
+        "loss": sums,
         "token_loss": metrics.mean(losses, weights),
         "token_accuracy": metrics.mean(top1_accuracy(logits, labels), weights),
     }

@@ -160,7 +160,12 @@ class Sweep:
             references.append(("budget_of", self.search.budget_of, self.variants.keys()))
         for field, name, known in references:
             if name and name not in known:
-                raise SweepError(f"must be one of: {', '.join(known)}.", field=field, value=name)
+                raise SweepError(
+                    f"must be one of these variants: {', '.join(known) or 'none'}. --variants, if "
+                    "given, has to include it.",
+                    field=field,
+                    value=name,
+                )
         if any("seed" in v.changes for v in (self, *self.variants.values())):
             raise SweepError("is set by Sweep(seeds=...).", field="config.seed")
 

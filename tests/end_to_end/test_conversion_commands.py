@@ -16,11 +16,7 @@ __all__ = ["text_source"]  # fixture
         (("--mode=export", "--source=x"), "--output"),
         (("--mode=import", TINY), "--source=WEIGHTS and --workdir=FOLDER"),
         (("--mode=import", "--source=x", "--workdir=y"), "--config is missing"),
-        pytest.param(
-            ("--mode=export", "--workdir=/nowhere"),
-            "--workdir=/nowhere",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(("--mode=export", "--workdir=/nowhere"), "/nowhere", marks=pytest.mark.slow),
         (("--mode=export", "--workdir=x", "--format=keras"), "format"),
         (("--mode=export", "--workdir=x", "--quantize=int8"), "--format=onnx"),
         (("--mode=train", TINY, "--push_to_hub=me/mine"), "--push_to_hub"),

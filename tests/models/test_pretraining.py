@@ -252,7 +252,7 @@ def test_a_masked_language_model_and_its_pairs(small, randomize, packed, tokens)
         model, given = nnx.merge(graphdef, params), (tokens, packed, types)
         hidden, (seen,) = model.encode(*given, capture="hidden")
         read = model.embed(*given)
-        both = model.generate_and_judge(*given, POSITIONS)
+        both = model.predict(hidden, POSITIONS), model.judge(hidden)
         return hidden, seen, model.encoder(read, packed), model.generate(*given, POSITIONS), both
 
     hidden, seen, encoded, logits, (again, judged) = program(params)

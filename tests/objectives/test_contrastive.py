@@ -32,7 +32,7 @@ def batch() -> dict[str, np.ndarray]:
     }
 
 
-def encode(tokens, segment_ids, *, dtype, key):
+def encode(tokens, segment_ids, type_ids=None, *, dtype, key):
     table = np.random.default_rng(0).normal(size=(10, 6))
     return jnp.asarray(table, dtype)[tokens]
 
