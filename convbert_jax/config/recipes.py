@@ -18,6 +18,7 @@ from convbert_jax.config.network import (
     list_stages,
 )
 from convbert_jax.config.sequences import PairFormat
+from convbert_jax.config.training import POOLINGS
 
 if TYPE_CHECKING:
     from convbert_jax.config.run import Config
@@ -349,10 +350,12 @@ class _Embedding(_PairRecipe):
                 "parallel.prompts",
                 "must be two texts, for first and other texts; '' is no prompt.",
             )
-        if any(size >= config.model.hidden_size for size in config.objective.matryoshka):
+        width = len(POOLINGS[config.objective.pooling]) * config.model.hidden_size
+        if any(size >= width for size in config.objective.matryoshka):
             yield (
                 "objective.matryoshka",
-                f"must be smaller than config.model.hidden_size={config.model.hidden_size}.",
+                f"must be smaller than the {width} channels of a vector (config.model.hidden_size, "
+                "twice with config.objective.pooling=first_and_mean).",
             )
         if p.from_scratch:
             yield "parallel.from_scratch", "is for generative models; unset it and init_from."

@@ -31,6 +31,8 @@ from convbert_jax.config.fields import (
 LayerRule = Literal["last", "uniform", "top", "bottom"]
 HiddenLoss = Literal["cosine", "mse"]
 AttentionLoss = Literal["maps", "scores"]
+# objective.pooling -> what a vector consists of: the state of [CLS], the mean over tokens
+POOLINGS = {"mean": ("mean",), "cls": ("cls",), "first_and_mean": ("cls", "mean")}
 OPTIMIZERS = ("adamw", "adafactor", "muon")
 Schedule = Literal["linear", "cosine", "inverse_sqrt", "constant"]
 
@@ -72,8 +74,9 @@ class ObjectiveSection:
     # discriminator head trains from the switch on. 0: replaced token detection in all steps.
     masked_lm_steps: LengthOrOff = 0
     temperature: Temperature = 1.0  # of the generator's samples
-    # For recipe embedding: vector of a text, the mean over its tokens or the state of [CLS]
-    pooling: Literal["mean", "cls"] = "mean"
+    # For recipe embedding: vector of a text, the mean over its tokens, the state of [CLS], or both
+    # one after the other
+    pooling: Literal["mean", "cls", "first_and_mean"] = "mean"
     # For recipe embedding: divides the cosine similarities. SimCSE: 0.05; CLIP starts at 0.07
     contrastive_temperature: Temperature = 0.05
     # For recipe embedding: numbers of leading channels that are trained as vectors of their own, so

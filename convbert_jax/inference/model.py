@@ -11,6 +11,7 @@ import numpy as np
 from absl import logging
 
 from convbert_jax.config import Config, UserError
+from convbert_jax.config.training import POOLINGS
 from convbert_jax.data import input_rows
 from convbert_jax.data.errors import shorten
 from convbert_jax.data.input_rows import (
@@ -26,7 +27,7 @@ from convbert_jax.finetuning.scoring import find_spans
 from convbert_jax.inference import search, stream
 from convbert_jax.inference.generation import Writer, change_decoding, read_mean
 from convbert_jax.inference.network import (
-    POOLINGS,
+    POOLED,
     NetworkOnDevice,
     log_probability,
     predict_masked,
@@ -157,7 +158,7 @@ class Model:
         self,
         texts: Text | Sequence[Text],
         *,
-        pooling: Literal["mean", "cls", "none"] | None = None,
+        pooling: Literal["mean", "cls", "first_and_mean", "none"] | None = None,
         normalize: bool | None = None,
         prompt: str = "",
         length: int | None = None,
@@ -172,7 +173,8 @@ class Model:
         Args:
           texts: texts, or pairs of texts as tuples; a single string is one text.
           pooling: "mean" over all tokens including [CLS] and [SEP]; "cls" for the first token,
-            which a fine-tuned head reads; "none" for all tokens of `tokenize`.
+            which a fine-tuned head reads; "first_and_mean" for both, one after the other; "none"
+            for all tokens of `tokenize`.
           normalize: whether to divide each vector by its L2 norm. The default is False for
             pooling="none".
           prompt: name of a prompt in `self.vectors.prompts`, whose text is put before each text.
@@ -181,7 +183,8 @@ class Model:
           batch_size: maximum rows of a batch.
 
         Returns:
-          [N, C]; with "none" a list of [tokens, C]; for a single string its array.
+          [N, C], [N, 2 C] with "first_and_mean"; with "none" a list of [tokens, C]; for a single
+          string its array.
 
         Raises:
           ModelError: `pooling` or `prompt` is unknown.
@@ -193,9 +196,9 @@ class Model:
         True
         """
         pooling = self.vectors.pooling if pooling is None else pooling
-        if not isinstance(pooling, str) or pooling not in POOLINGS:
+        if not isinstance(pooling, str) or pooling not in POOLED:
             raise ModelError(
-                f"is unknown. Choose from {', '.join(POOLINGS)}.",
+                f"is unknown. Choose from {', '.join(POOLED)}.",
                 field="pooling",
                 value=pooling,
             )
@@ -210,7 +213,7 @@ class Model:
         for chunk in _chunks(examples):
             rows = self._encode_texts(chunk, length)
             network = self.network("main")
-            vectors = network.apply(rows, POOLINGS[pooling], batch_size=batch_size)["vectors"]
+            vectors = network.apply(rows, POOLED[pooling], batch_size=batch_size)["vectors"]
             if pooling == "none":
                 # a view would keep the padding of its whole batch in memory
                 vectors = [v[:n].copy() for v, n in zip(vectors, rows.lengths, strict=True)]
@@ -219,7 +222,7 @@ class Model:
             return found[0]
         if pooling == "none":
             return found
-        width = self.networks["main"].encoder.hidden_size
+        width = len(POOLINGS[pooling]) * self.networks["main"].encoder.hidden_size
         return np.stack(found) if found else np.zeros((0, width), np.float32)
 
     def encode_queries(self, texts: str | Sequence[str], *, batch_size: int = 64) -> np.ndarray:

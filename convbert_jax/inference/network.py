@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from convbert_jax.config.training import POOLINGS
 from convbert_jax.data.samplers import choose_buckets
 from convbert_jax.data.tasks.labelled_text import Rows
 from convbert_jax.finetuning.fitting import predict_rows
@@ -159,19 +160,18 @@ def find_buckets(width: int) -> tuple[int, ...]:
     return choose_buckets(lengths, width)
 
 
-def _mean(parts, hidden, batch, _):
-    return {"vectors": pool(hidden, batch["segment_ids"], "mean")}
+def _pool(pooling: str) -> Finish:
+    def finish(parts, hidden, batch, _):
+        return {"vectors": pool(hidden, batch["segment_ids"], pooling)}
 
-
-def _first(parts, hidden, batch, _):
-    return {"vectors": pool(hidden, batch["segment_ids"], "cls")}
+    return finish
 
 
 def _all(parts, hidden, batch, _):
     return {"vectors": hidden.astype(jnp.float32)}
 
 
-POOLINGS = {"mean": _mean, "cls": _first, "none": _all}
+POOLED = {pooling: _pool(pooling) for pooling in POOLINGS} | {"none": _all}
 
 
 def predict_masked(parts, hidden, batch, option):

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
+from convbert_jax.config.training import POOLINGS
 from convbert_jax.interop import huggingface, parity, sentence_transformers
 from convbert_jax.interop.networks import ConversionError, Network
 from convbert_jax.interop.sentence_transformers import VectorConfig
+from convbert_jax.objectives.contrastive import pool
 
 _PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
 _LIMIT = (
@@ -114,10 +116,9 @@ def _load(folder: Path, network: Network, vectors: VectorConfig | None):
             found.pop("pooler_output", None)
             if vectors:
                 hidden = found["last_hidden_state"]
-                pooled = hidden[:, 0]
-                if vectors.pooling == "mean":
-                    real = attention_mask[..., None].to(hidden.dtype)
-                    pooled = (hidden * real).sum(1) / real.sum(1)
+                real = attention_mask[..., None].to(hidden.dtype)
+                parts = {"cls": hidden[:, 0], "mean": (hidden * real).sum(1) / real.sum(1)}
+                pooled = torch.cat([parts[name] for name in POOLINGS[vectors.pooling]], -1)
                 if vectors.normalize:
                     pooled = torch.nn.functional.normalize(pooled, dim=-1)
                 found["sentence_embedding"] = pooled
@@ -222,9 +223,7 @@ def _expected(
     if "span_head" in ours:
         found["start_logits"], found["end_logits"] = np.moveaxis(ours["span_head"], -1, 0)
     if vectors:
-        pooled = ours["hidden"][:, 0]
-        if vectors.pooling == "mean":
-            pooled = (ours["hidden"] * mask[..., None]).sum(1) / mask.sum(1)[:, None]
+        pooled = np.asarray(pool(ours["hidden"], mask, vectors.pooling))
         normalized = sentence_transformers.normalize(pooled)
         found["sentence_embedding"] = normalized if vectors.normalize else pooled
     return found

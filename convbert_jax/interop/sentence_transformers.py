@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from convbert_jax.config import Config
+from convbert_jax.config.training import POOLINGS
 from convbert_jax.interop.networks import ConversionError
 from convbert_jax.interop.weight_files import read_count, read_json, shown
 
@@ -25,7 +26,7 @@ MODULES = "modules.json"
 _PROMPTS = "config_sentence_transformers.json"
 _LENGTH = "sentence_bert_config.json"
 _POOLING = "1_Pooling"
-_MODES = {"mean": "mean_tokens", "cls": "cls_token"}  # pooling -> its name before version 6
+_MODES = {"cls": "cls_token", "mean": "mean_tokens"}  # mode -> its name before version 6
 _SUPPORTED = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 _CLASSES = "sentence_transformers.models."  # a name that all versions import
 
@@ -35,7 +36,7 @@ class VectorConfig:
     """How the vector of a text is computed.
 
     Attributes:
-      pooling: "mean" over the hidden states of all tokens, or "cls" for the first token.
+      pooling: a key of `POOLINGS`.
       normalize: whether vectors are divided by their L2 norm.
       prompts: name -> text that is put before the text.
       default_prompt: name of the prompt that is used if none is named; "" uses none.
@@ -128,10 +129,11 @@ def _read_pooling(path: Path, prompts: Mapping[str, str]) -> str:
         ends = {start + end: mode for mode, end in _MODES.items()}
         modes = [ends.get(name, name) for name, on in content.items() if start in name and on]
     modes = modes if isinstance(modes, list) else [modes]
-    if modes not in ([mode] for mode in _MODES):
+    found = [name for name, parts in POOLINGS.items() if [*parts] == modes]
+    if not found:
         raise ConversionError(
             f"{path} has the pooling {', '.join(map(str, modes)) or 'none'}; supported are "
-            f"{' and '.join(_MODES)}. Remove {MODULES} to load the encoder alone.",
+            f"{', '.join(_MODES)} and both. Remove {MODULES} to load the encoder alone.",
             field="pooling_mode",
             value=modes,
             path=path,
@@ -144,7 +146,7 @@ def _read_pooling(path: Path, prompts: Mapping[str, str]) -> str:
             value=False,
             path=path,
         )
-    return modes[0]
+    return found[0]
 
 
 def _read_length(folder: Path) -> int | None:
@@ -168,7 +170,7 @@ def write(folder: Path, vectors: VectorConfig, *, hidden_size: int, positions: i
     """Writes the files into a Hugging Face folder, readable by all versions since 2.
 
     Args:
-      hidden_size: size of the vectors.
+      hidden_size: size of the hidden states.
       positions: positions of the model, the maximum tokens if `vectors` has none.
     """
     names = [("", "Transformer"), (_POOLING, "Pooling")]
@@ -178,7 +180,8 @@ def write(folder: Path, vectors: VectorConfig, *, hidden_size: int, positions: i
         {"idx": index, "name": str(index), "path": path, "type": _CLASSES + name}
         for index, (path, name) in enumerate(names)
     ]
-    modes = {f"pooling_mode_{end}": mode == vectors.pooling for mode, end in _MODES.items()}
+    parts = POOLINGS[vectors.pooling]
+    modes = {f"pooling_mode_{end}": mode in parts for mode, end in _MODES.items()}
     contents = {
         MODULES: modules,
         f"{_POOLING}/config.json": {"word_embedding_dimension": hidden_size, **modes},

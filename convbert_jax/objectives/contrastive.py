@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from convbert_jax.config import Config
+from convbert_jax.config.training import POOLINGS
 from convbert_jax.interfaces import TEXTS_OF_PAIR, SpecialIds, TextPairBatch
 from convbert_jax.objectives import metrics
 from convbert_jax.objectives.cross_entropy import top1_accuracy
@@ -117,13 +118,15 @@ def text_vectors(
 
 def pool(
     hidden: Float[Array, "B L C"], segment_ids: Int[Array, "B L"], pooling: str
-) -> Float[Array, "B C"]:
-    """Return float32 vectors of texts: the state of [CLS], or the mean without padding."""
-    if pooling == "cls":
-        return hidden[:, 0].astype(jnp.float32)
+) -> Float[Array, "B P*C"]:
+    """Return float32 vectors of texts, the parts of `POOLINGS` one after the other."""
     real = (segment_ids > 0)[..., None]
     total = jnp.where(real, hidden.astype(jnp.float32), 0.0).sum(axis=1)
-    return total / jnp.maximum(real.sum(axis=1), 1)
+    parts = {
+        "cls": hidden[:, 0].astype(jnp.float32),
+        "mean": total / jnp.maximum(real.sum(axis=1), 1),
+    }
+    return jnp.concatenate([parts[name] for name in POOLINGS[pooling]], axis=-1)
 
 
 def normalize(vectors: Float[Array, "B C"]) -> Float[Array, "B C"]:

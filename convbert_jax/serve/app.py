@@ -27,6 +27,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from convbert_jax.config import OutputsSection, UserError
+from convbert_jax.config.training import POOLINGS
 from convbert_jax.inference.model import Model, TextModel
 from convbert_jax.serve import routes
 from convbert_jax.serve.batching import MAX_BATCH, Batcher, QueueFullError
@@ -166,7 +167,8 @@ class InferenceApp:
         form = body.get("encoding_format", "float")
         if form not in ("float", "base64"):
             raise HTTPException(400, f"encoding_format={form!r} is unknown. Use float or base64.")
-        width = self._model.networks["main"].encoder.hidden_size
+        parts = len(POOLINGS[self._model.vectors.pooling])
+        width = parts * self._model.networks["main"].encoder.hidden_size
         dimensions = _read_count(body, "dimensions", width)
         found = await self._compute("/v1/embeddings", "input", texts)
         data = []

@@ -12,7 +12,7 @@ from absl import logging
 from convbert_jax.data.input_rows import ArgumentError
 from convbert_jax.data.samplers import choose_buckets
 from convbert_jax.inference.model import Model, TextModel
-from convbert_jax.inference.network import POOLINGS, find_buckets
+from convbert_jax.inference.network import POOLED, find_buckets
 from convbert_jax.inference.predictor import choose_batch_sizes, several_batch_sizes
 from convbert_jax.serve.batching import MAX_BATCH, BatchFunction
 
@@ -54,7 +54,7 @@ def _embed(model: Model, texts: Sequence[str]) -> list[tuple[np.ndarray, int]]:
     start = model.vectors.prompts.get(model.vectors.default_prompt, "")
     rows = model.to_rows([(start + text,) for text in texts], model.length).rows
     found = model.network("main").apply(
-        rows, POOLINGS[model.vectors.pooling], batch_size=MAX_BATCH, several_sizes=True
+        rows, POOLED[model.vectors.pooling], batch_size=MAX_BATCH, several_sizes=True
     )["vectors"]
     return list(zip(found, rows.lengths.tolist(), strict=True))
 

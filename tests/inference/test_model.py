@@ -104,6 +104,8 @@ def test_encode_is_the_network_run_on_each_text_alone(opened, kind):
     mean, first = model.encode(texts), model.encode(texts, pooling="cls")
     assert mean.shape == first.shape == (len(texts), 32)
     assert mean.dtype == np.float32
+    both = model.encode(texts, pooling="first_and_mean")
+    np.testing.assert_allclose(both, np.concatenate([first, mean], axis=1), atol=1e-6)
     every = model.encode(texts, pooling="none")
     assert list(map(len, every)) == list(map(len, model.tokenize(texts))) == list(map(len, rows))
     for number, expected in enumerate(hidden):

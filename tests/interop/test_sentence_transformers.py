@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import convbert_jax
+from convbert_jax.config.training import POOLINGS
 from convbert_jax.inference.model import ModelError
 from convbert_jax.interop import conversion, sentence_transformers
 from convbert_jax.interop.networks import ConversionError
@@ -35,13 +36,13 @@ def exported(make_run):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversion.parity, "pytorch_is_there", lambda: False)
         found = {}
-        for pooling in ("mean", "cls"):
+        for pooling in POOLINGS:
             run, _ = make_run(recipe="embedding", mixer="attention", pooling=pooling)
             found[pooling] = run, conversion.export(run)
         return found
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("normalize", [True, False])
 def test_settings_are_read_as_they_were_written(tmp_path, pooling, normalize):
     vectors = VectorConfig(pooling, normalize, PROMPTS, "query", 20)
@@ -55,11 +56,15 @@ def test_other_folders_have_no_settings(tmp_path):
     assert sentence_transformers.read(tmp_path) is None
 
 
-def test_the_pooling_of_version_6(tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "pooling"),
+    [("cls", "cls"), (["mean"], "mean"), (["cls", "mean"], "first_and_mean")],
+)
+def test_the_pooling_of_version_6(tmp_path, mode, pooling):
     write(tmp_path, VectorConfig("mean"))
-    pooling = {"embedding_dimension": 32, "pooling_mode": "cls", "include_prompt": True}
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    assert sentence_transformers.read(tmp_path).pooling == "cls"
+    content = {"embedding_dimension": 32, "pooling_mode": mode, "include_prompt": True}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(content))
+    assert sentence_transformers.read(tmp_path).pooling == pooling
 
 
 def test_the_maximum_length_of_version_6(tmp_path):
@@ -74,6 +79,7 @@ def test_the_maximum_length_of_version_6(tmp_path):
     [
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling_mode"),
         ("1_Pooling/config.json", {"pooling_mode": "lasttoken"}, "pooling_mode"),
+        ("1_Pooling/config.json", {"pooling_mode": ["mean", "cls"]}, "pooling_mode"),
         ("1_Pooling/config.json", {"pooling_mode": 3}, "pooling_mode"),
         ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt"),
         ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length"),
@@ -114,7 +120,7 @@ def test_a_damaged_list_of_modules_is_refused(tmp_path, content):
         sentence_transformers.read(tmp_path)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("pooling", POOLINGS)
 def test_an_exported_run_gives_the_vectors_of_the_run(exported, pooling):
     run, folder = exported[pooling]
     model, again = convbert_jax.load(run), convbert_jax.load(folder)
@@ -159,7 +165,7 @@ def test_a_zero_vector_stays_zero():
 
 @pytest.mark.parity
 @pytest.mark.slow
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("pooling", POOLINGS)
 def test_sentence_transformers_gives_our_vectors(exported, pooling):
     """Texts of several lengths in one padded batch; the model is an attention-only encoder."""
     library = pytest.importorskip("sentence_transformers")

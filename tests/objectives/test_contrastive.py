@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.config import Config, ObjectiveSection
+from convbert_jax.config.training import POOLINGS
 from convbert_jax.interfaces import SpecialIds
 from convbert_jax.objectives import contrastive, metrics
 
@@ -42,7 +43,8 @@ def vectors(texts, pooling):
     found = []
     for text in texts:
         ids = [token for token in text if token] or [0]
-        vector = table[ids].mean(axis=0) if pooling == "mean" else table[ids[0]]
+        parts = {"cls": table[ids[0]], "mean": table[ids].mean(axis=0)}
+        vector = np.concatenate([parts[name] for name in POOLINGS[pooling]])
         found.append(vector / np.linalg.norm(vector))
     return np.asarray(found)
 
@@ -66,7 +68,7 @@ def test_the_loss_is_its_definition():
     assert 0 < sum(right) < 5
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("pooling", POOLINGS)
 def test_pooling_leaves_padding_out(pooling):
     rows = batch()
     hidden = encode(rows["source"], None, dtype=jnp.bfloat16, key=None)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import convbert_jax
+from convbert_jax.config.training import POOLINGS
 from convbert_jax.interop import conversion, huggingface, onnx_export, parity
 from convbert_jax.interop.networks import ConversionError
 from convbert_jax.interop.sentence_transformers import VectorConfig
@@ -69,7 +70,7 @@ def test_every_class_is_exported(tmp_path, exporters, kind):
 def test_a_run_of_vectors(make_run, exporters, monkeypatch):
     """The files of one export: float32 gives the vectors of `encode`, int8 similar ones."""
     monkeypatch.setattr(parity, "pytorch_is_there", lambda: False)
-    run, _ = make_run(recipe="embedding", pooling="cls")
+    run, _ = make_run(recipe="embedding", pooling="first_and_mean")
     folder = conversion.export(run, form="onnx", quantize="int8")
     assert folder == run / "onnx" / "step-3"
     import transformers
@@ -104,12 +105,12 @@ def test_a_different_output_is_refused(tmp_path, exporters):
         onnx_export.write(tmp_path, other)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("normalize", [True, False])
 def test_expected_vectors_leave_padding_out(pooling, normalize):
     hidden = np.array([[[3.0, 4.0], [1.0, 0.0], [9.0, 9.0]]])
     mask = np.array([[1, 1, 0]])
-    vector = {"mean": np.array([2.0, 2.0]), "cls": np.array([3.0, 4.0])}[pooling]
+    vector = np.array({"mean": [2, 2], "cls": [3, 4], "first_and_mean": [3, 4, 2, 2]}[pooling])
     expected = vector / np.linalg.norm(vector) if normalize else vector
     vectors = VectorConfig(pooling, normalize)
     found = onnx_export._expected({"hidden": hidden}, mask, random_network(), vectors)
