@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from convbert_jax.ops import dispatch, partitioning
+from convbert_jax.ops import dispatch, partitioning, verification
 from convbert_jax.ops.dispatch import Implementation
 from convbert_jax.ops.nn import Dropout, softmax, softmax_backward
 from convbert_jax.ops.partitioning import (
@@ -420,6 +420,14 @@ def _window_block(length: int, window: int) -> tuple[int, int]:
     return (size, around) if size + 2 * around < length else (length, 0)
 
 
+def pallas_tpu_check_length(query, key, value, segment_ids, key_segment_ids, causal, window, **_):
+    """Returns a short length with the blocks of this call, which short rows do not have."""
+    size, before = _window_block(query.shape[1], window)
+    if not before:
+        return verification.LENGTH
+    return (max(WHOLE_ROWS, size + 2 * before) // size + 1) * size
+
+
 class KernelDropout(Dropout):
     """Attention dropout with the same mask as `pallas_tpu`."""
 
@@ -592,6 +600,7 @@ IMPLEMENTATIONS = {
         pallas_tpu_refuses,
         left_for_length,
         pallas_tpu_definition,
+        pallas_tpu_check_length,
     ),
     "splash": Implementation(splash, "tpu", splash_refuses, left_for_shortness),
     "cudnn": Implementation(cudnn, "gpu", cudnn_refuses),

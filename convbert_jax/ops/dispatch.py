@@ -36,6 +36,7 @@ class Implementation:
       left_by_auto: the same; returns "" or the reason why "auto" skips it although it is supported.
       definition: the function that a kernel is verified against before its first use; None: "xla"
         of the same table.
+      check_length: called with the same arguments; returns the length of the rows of that check.
     """
 
     function: Callable
@@ -43,6 +44,7 @@ class Implementation:
     refuses: Callable[..., str] = _nothing
     left_by_auto: Callable[..., str] = _nothing
     definition: Callable | None = None
+    check_length: Callable[..., int] = lambda *_, **__: verification.LENGTH
 
 
 def choose(
@@ -75,8 +77,9 @@ def choose(
         if not one.platform:
             return ""
         definition = one.definition or implementations["xla"].function
+        length = one.check_length(*arguments, **options)
         return verification.find_fault(
-            op, name, one.platform, one.function, definition, arguments, options
+            op, name, one.platform, one.function, definition, arguments, options, length
         )
 
     if implementation == "auto":

@@ -45,6 +45,7 @@ def find_fault(
     definition: Callable,
     arguments: Sequence[Any],
     options: Mapping[str, Any],
+    length: int,
 ) -> str:
     """Checks a kernel, once per kind of call, and logs the result.
 
@@ -55,6 +56,7 @@ def find_fault(
       op, name: names of the op and of the kernel, for messages.
       platform: the platform that the kernel requires.
       function, definition, arguments, options: as in `largest_error`, before `shrink`.
+      length: of the rows of the check.
 
     Returns:
       The reason why the kernel is disabled in this run, or "".
@@ -62,7 +64,7 @@ def find_fault(
     device = _find_device(platform)
     if device is None or (op, name) in _faults:
         return _faults.get((op, name), "")
-    arguments = shrink(arguments)
+    arguments = shrink(arguments, length)
     call = describe(arguments, options)
     client = device.client.platform_version
     jaxlib = machine.installed("jaxlib")
@@ -165,18 +167,18 @@ ROWS, LENGTH, KEYS = 2, 256, 384  # KEYS: number of keys in cross-attention
 TOLERANCE_16_BITS, TOLERANCE_32_BITS = 0.05, 0.02
 
 
-def shrink(arguments: Sequence[Any]) -> list[Any]:
-    """Replaces the arrays of a call by `ShapeDtypeStruct`s with few rows and positions.
+def shrink(arguments: Sequence[Any], length: int = LENGTH) -> list[Any]:
+    """Replaces the arrays of a call by `ShapeDtypeStruct`s with few rows, of `length` positions.
 
     Integer arrays (segment ids) and arrays of three or more axes start with rows and positions;
     other arrays are parameters and keep their shape. An array that occurs twice stays one object.
     """
-    length, made = arguments[0].shape[1], {}
+    whole, made = arguments[0].shape[1], {}
 
     def shrink_array(x):
         shape = x.shape
         if len(shape) > 2 or _is_integer(x):
-            shape = (ROWS, LENGTH if shape[1] == length else KEYS, *shape[2:])
+            shape = (ROWS, length if shape[1] == whole else KEYS, *shape[2:])
         return made.setdefault(id(x), jax.ShapeDtypeStruct(shape, x.dtype))
 
     return [shrink_array(x) if hasattr(x, "shape") else x for x in arguments]

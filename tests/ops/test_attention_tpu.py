@@ -71,6 +71,17 @@ def test_windows(length, window, kind):
     check(length, length, 2, 64, kind, False, 0.0, window=window)
 
 
+@pytest.mark.parametrize(
+    ("length", "window"), [(8192, 64), (8192, 512), (8320, 64), (4096, 100), (4096, 1024)]
+)
+def test_the_check_of_a_kernel_has_the_blocks_of_its_call(length, window):
+    x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
+    checked = op.pallas_tpu_check_length(x, x, x, None, None, False, window)
+    assert checked <= min(length, 4096)
+    assert op._window_block(checked, window) == op._window_block(length, window)
+    assert op._window_block(length, window)[1] > 0
+
+
 @pytest.mark.tpu
 @pytest.mark.parametrize(("length", "window", "kind"), sorted(WINDOWS))
 def test_windows_on_a_tpu(length, window, kind):

@@ -116,6 +116,17 @@ def test_a_correct_kernel_is_taken_and_its_error_logged(dtype, tolerance, caplog
     assert choose(wrong, x=make_x(dtype)) is double
 
 
+def test_a_kernel_chooses_the_length_of_its_check():
+    wrong = Counted(lambda x, ids: (1 + (x.shape[1] == 640)) * double(x, ids))
+    for length, chosen in ((512, wrong), (640, double)):
+        restart()
+        kernel = Implementation(wrong, "cpu", check_length=lambda x, _, n=length: n)
+        table = {"kernel": kernel, "xla": Implementation(double)}
+        x = make_x()
+        ids = jnp.ones(x.shape[:2], jnp.int32)
+        assert dispatch.choose("twice", "auto", table, x, ids) is chosen
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_kernel_is_left_by_auto_and_an_error_by_name(wrong, caplog):
     x, kernel = make_x(), WRONG[wrong]
