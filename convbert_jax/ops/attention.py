@@ -370,7 +370,7 @@ def pallas_tpu(
 
     Long rows with a window are cut into blocks of queries, with the keys that they see.
     """
-    size, before = _window_block(query.shape[1], window)
+    size, before = _window_block(query, window)
     if window and segment_ids is None:
         segment_ids = key_segment_ids = jnp.ones(query.shape[:2], jnp.int32)
 
@@ -410,9 +410,10 @@ def pallas_tpu(
     )
 
 
-def _window_block(length: int, window: int) -> tuple[int, int]:
+def _window_block(query, window: int) -> tuple[int, int]:
     """Returns the queries of a block of `pallas_tpu`, and the keys on each of its sides."""
-    if not window or length <= WHOLE_ROWS:
+    length = query.shape[1]
+    if not window or length <= min(WHOLE_ROWS, tpu.longest(query.dtype, query.shape[3])):
         return length, 0
     around = -(-window // (LANES // 2)) * (LANES // 2)  # block and both sides: a multiple of LANES
     sizes = [size for size in range(LANES, length, LANES) if length % size == 0 and size >= around]
@@ -422,7 +423,7 @@ def _window_block(length: int, window: int) -> tuple[int, int]:
 
 def pallas_tpu_check_length(query, key, value, segment_ids, key_segment_ids, causal, window, **_):
     """Returns a short length with the blocks of this call, which short rows do not have."""
-    size, before = _window_block(query.shape[1], window)
+    size, before = _window_block(query, window)
     if not before:
         return verification.LENGTH
     return (max(WHOLE_ROWS, size + 2 * before) // size + 1) * size
@@ -464,10 +465,10 @@ def pallas_tpu_refuses(
     if query.shape[3] not in (32, 64, 128):
         return f"supports heads of 32, 64 or 128 channels, not {query.shape[3]}"
     longest = tpu.longest(query.dtype, query.shape[3])
-    for length in (query.shape[1], key.shape[1]):
-        size, before = _window_block(length, window)
-        if length % LANES or size + 2 * before > longest:
-            return f"length {length} is not a multiple of {LANES} up to {longest}"
+    for array in (query, key):
+        size, before = _window_block(array, window)
+        if array.shape[1] % LANES or size + 2 * before > longest:
+            return f"length {array.shape[1]} is not a multiple of {LANES} up to {longest}"
     return ""
 
 

@@ -78,8 +78,17 @@ def test_the_check_of_a_kernel_has_the_blocks_of_its_call(length, window):
     x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
     checked = op.pallas_tpu_check_length(x, x, x, None, None, False, window)
     assert checked <= min(length, 4096)
-    assert op._window_block(checked, window) == op._window_block(length, window)
-    assert op._window_block(length, window)[1] > 0
+    small = jax.ShapeDtypeStruct((1, checked, 2, 64), jnp.bfloat16)
+    assert op._window_block(small, window) == op._window_block(x, window)
+    assert op._window_block(x, window)[1] > 0
+
+
+def test_a_row_that_does_not_fit_whole_is_cut(monkeypatch):
+    x = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.bfloat16)
+    for longest, expected in ((3456, (1024, 0)), (896, (256, 64))):  # TPU v5e, v4
+        monkeypatch.setattr(tpu, "longest", lambda *_, most=longest: most)
+        assert op._window_block(x, 64) == expected
+    assert op.pallas_tpu_refuses(x, x, x, None, None, False, 64) == ""
 
 
 @pytest.mark.tpu
