@@ -4,13 +4,13 @@
     python -m benchmarks.speed.inference --parts texts --sizes small --reviews 128 --rounds 5
     python -m benchmarks.speed.inference --dtype bfloat16        # of a processor with AMX
 
-Writes a run with random weights, exports it to Hugging Face and from there to ONNX with PyTorch's
-exporter (docs/howto/export_onnx.md), and compares the outputs. All programs alternate in one
-process with the same number of threads, in float32. With bfloat16, ours and PyTorch (all weights)
-use bfloat16; ONNX Runtime stays in float32. A pause between turns lets threads stop spinning.
-Ratios are medians over consecutive pairs, with minimum and maximum; above 1 ours is faster. On a
-busy machine the fastest turns are more reliable. Each number of threads is a separate process. With
-one thread the process's CPU time is measured, which other load hardly changes.
+Writes a run with random weights, exports it (docs/howto/export_onnx.md), and compares the outputs.
+All programs alternate in one process with the same number of threads, in float32. With bfloat16,
+ours and PyTorch (all weights) use bfloat16; ONNX Runtime stays in float32. A pause between turns
+lets threads stop spinning. Ratios are medians over consecutive pairs, with minimum and maximum;
+above 1 ours is faster. On a busy machine the fastest turns are more reliable. Each number of
+threads is a separate process. With one thread the process's CPU time is measured, which other load
+hardly changes.
 
 - forward: the encoder at fixed shapes without padding.
 - texts: texts per second from strings to vectors, for CoLA's dev set and IMDb reviews in random
@@ -107,7 +107,7 @@ def compare_forward(models: Models, shapes, rounds: int) -> Iterator[tuple]:
     import jax.numpy as jnp
     import numpy as np
 
-    from convbert_jax.inference.network import POOLINGS, NetworkOnDevice
+    from convbert_jax.inference.network import POOLED, NetworkOnDevice
 
     network = NetworkOnDevice(models.ours.networks["main"], jnp.dtype(models.dtype))
     rng = np.random.default_rng(0)
@@ -118,7 +118,7 @@ def compare_forward(models: Models, shapes, rounds: int) -> Iterator[tuple]:
         batch = dict(zip(names, (array.astype(np.int32) for array in inputs), strict=True))
 
         def ours(batch=batch):
-            return np.asarray(network.run(batch, POOLINGS["none"])["vectors"])[0]
+            return np.asarray(network.run(batch, POOLED["none"])["vectors"])[0]
 
         def onnx(inputs=inputs):
             return models.run_onnx(*inputs)

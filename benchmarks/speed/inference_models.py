@@ -7,24 +7,16 @@ from typing import Any
 
 from benchmarks import public_data
 
-NAMES = ("input_ids", "attention_mask", "token_type_ids")
-
-
-def names_of(model: Any) -> tuple[str, ...]:
-    """Returns the inputs of a class of transformers; ModernBERT has no types."""
-    return NAMES[:2] if model.config.model_type == "modernbert" else NAMES
-
 
 def prepare(folder: Path, size: str, **changed: Any) -> None:
     """Writes a run of configs/SIZE.py with random weights, and its exports.
 
-    The run is folder/run, the exports are folder/exported and folder/model.onnx. Existing files are
-    kept.
+    The run is folder/run, its export with ONNX files is folder/exported. Existing files are kept.
 
     Args:
       changed: config fields by path, in addition to BERT's vocabulary and rows of 512.
     """
-    if (folder / "model.onnx").exists():
+    if (folder / "exported").exists():
         return
     import jax
     import numpy as np
@@ -55,29 +47,7 @@ def prepare(folder: Path, size: str, **changed: Any) -> None:
         checkpoints = Checkpoints(run.checkpoints, config.checkpoint)
         checkpoints.save(filled, {})
         checkpoints.close()
-    conversion.export(folder / "run", output=folder / "exported", with_generator=False)
-    _write_onnx(folder)
-
-
-def _write_onnx(folder: Path) -> None:
-    import torch
-    import transformers
-
-    model = transformers.AutoModel.from_pretrained(
-        folder / "exported", attn_implementation="eager"
-    ).eval()
-    # One array for all inputs would be exported as one input.
-    ids = torch.ones(2, 16, dtype=torch.long)
-    names = names_of(model)
-    inputs = (ids, ids.clone(), torch.zeros_like(ids))[: len(names)]
-    free = {
-        0: torch.export.Dim("batch"),
-        1: torch.export.Dim("length", max=model.config.max_position_embeddings),
-    }
-    torch.onnx.export(
-        model, inputs, folder / "model.onnx", dynamo=True, dynamic_shapes=(free,) * len(names),
-        input_names=names, verbose=False,
-    )  # fmt: skip
+    conversion.export(folder / "run", output=folder / "exported", form="onnx")
 
 
 class Models:
@@ -103,16 +73,18 @@ class Models:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         self.session = onnxruntime.InferenceSession(
-            folder / "model.onnx", options, providers=["CPUExecutionProvider"]
+            folder / "exported" / "onnx" / "model.onnx", options, providers=["CPUExecutionProvider"]
         )
+        self.names = [x.name for x in self.session.get_inputs()]  # ModernBERT has no types
 
     def run_onnx(self, *arrays):
         """Returns hidden states [B, L, C] of tokens, mask and types."""
-        return self.session.run(None, dict(zip(names_of(self.torch), arrays, strict=False)))[0]
+        given = dict(zip(self.names, arrays, strict=False))
+        return self.session.run(["last_hidden_state"], given)[0]
 
     def run_torch(self, *arrays):
         import torch
 
         with torch.inference_mode():
-            tensors = zip(names_of(self.torch), map(torch.from_numpy, arrays), strict=False)
+            tensors = zip(self.names, map(torch.from_numpy, arrays), strict=False)
             return self.torch(**dict(tensors)).last_hidden_state.float().numpy()
