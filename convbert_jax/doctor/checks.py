@@ -14,7 +14,6 @@ import platform
 import secrets
 import shutil
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -336,8 +335,6 @@ def _check_driver(driver: str) -> Finding:
     return good("NVIDIA", f"driver {driver}, {have}")
 
 
-_CLOCK_OFFSET = 2.0  # allowed offset of the file system's clock in seconds
-
 _MOMENTS = 3  # arrays in a checkpoint: the parameters and two moments
 
 _BYTES = 4  # per float32
@@ -366,7 +363,7 @@ def created(folder: epath.Path) -> Iterator[None]:
 
 
 def check_workdir(workdir: epath.Path) -> list[Finding]:
-    """Checks write access, locks and clock of the workdir; leaves no files there."""
+    """Checks write access and locks of the workdir; leaves no files there."""
     with created(workdir):
         if fault := _fault_of_writing(workdir):
             fix = "choose another --workdir, or grant this user write permission"
@@ -375,7 +372,7 @@ def check_workdir(workdir: epath.Path) -> list[Finding]:
         if storage.is_remote(workdir):
             text = "a bucket has no locks; a run writes heartbeats, which a second start checks"
             return [*findings, good("locks", text)]
-        return [*findings, _check_locks(workdir), _check_clock(workdir)]
+        return [*findings, _check_locks(workdir)]
 
 
 def check_space(workdir: epath.Path, config: Config, parameters: int) -> list[Finding]:
@@ -468,19 +465,6 @@ def _check_locks(folder: epath.Path) -> Finding:
     if taken and not again:
         return good("locks", "file locks work: two runs cannot use the same folder")
     return warning("locks", f"file locks do not work in {folder}", fix)
-
-
-def _check_clock(folder: epath.Path) -> Finding:
-    with probe(folder) as path:
-        began = time.time()
-        path.write_text("")
-        ended = time.time()
-        written = path.stat().st_mtime
-    ahead = max(written - ended, 0.0) + min(written - began, 0.0)
-    if abs(ahead) > _CLOCK_OFFSET:
-        text = f"the file system's is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
-        return warning("clock", text, "synchronize both with NTP; times in logs and files differ")
-    return good("clock", "the clocks of this machine and of the file system agree")
 
 
 def check_start(subject: Subject) -> Sequence[Finding]:

@@ -81,8 +81,6 @@ def check_data(config: Config, workdir: epath.Path) -> list[Finding]:
 
 LIMIT = 60.0  # seconds for all processes to finish their own checks
 
-_CLOCK_DIFFERENCE = 1.0  # allowed difference of clocks in seconds
-
 _VISIBLE = 5.0  # seconds until a new file on a network disk is visible to other hosts
 
 
@@ -105,8 +103,7 @@ def compare_processes(
         "command": consistency.fields(config) if config else {},
         "workdir": _reads_same(workdir),
     }
-    clocks = distributed.clock_offsets(LIMIT)
-    judge = functools.partial(_compare_records, workdir=str(workdir), clocks=clocks)
+    judge = functools.partial(_compare_records, workdir=str(workdir))
     return [Finding(**each) for each in distributed.decide(record, judge, LIMIT)]
 
 
@@ -144,10 +141,7 @@ def _has(path: epath.Path, word: str) -> bool:
 
 
 def _compare_records(
-    records: Sequence[Mapping[str, Any] | None],
-    *,
-    workdir: str,
-    clocks: Sequence[tuple[float, float] | None],
+    records: Sequence[Mapping[str, Any] | None], *, workdir: str
 ) -> list[dict[str, str]]:
     """Returns the findings on all processes, as dicts."""
     findings = []
@@ -170,25 +164,4 @@ def _compare_records(
         findings.append(wrong("workdir", text, fix))
     elif all(record and record["workdir"] for record in records):
         findings.append(good("workdir", f"{workdir} is shared by all processes"))
-    return [dataclasses.asdict(each) for each in [*findings, *_compare_clocks(clocks)]]
-
-
-def _compare_clocks(clocks: Sequence[tuple[float, float] | None]) -> list[Finding]:
-    measured = {i: clock for i, clock in enumerate(clocks) if clock}
-    if len(measured) < len(clocks):
-        return []  # processes that did not answer are reported elsewhere
-    off = {
-        i: ahead
-        for i, (ahead, within) in measured.items()
-        if abs(ahead) - within > _CLOCK_DIFFERENCE
-    }
-    if not off:
-        most = max(abs(ahead) + within for ahead, within in measured.values())
-        return [good("clocks", f"all within {most:.2g} s of the clock of process 0")]
-    worst = max(off, key=lambda i: abs(off[i]))
-    more = f", and {len(off) - 1} more are off" if len(off) > 1 else ""
-    text = (
-        f"the clock of process {worst} is {abs(off[worst]):.1f} s "
-        f"{'ahead of' if off[worst] > 0 else 'behind'} process 0{more}"
-    )
-    return [warning("clocks", text, "synchronize them with NTP; times in logs and files are wrong")]
+    return [dataclasses.asdict(each) for each in findings]

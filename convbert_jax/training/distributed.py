@@ -194,27 +194,6 @@ def broadcast(value: object, timeout: float) -> object:
     return decide(value, lambda values: values[0], timeout)
 
 
-def clock_offsets(timeout: float) -> list[tuple[float, float] | None]:
-    """Compares the clocks of all processes with the clock of process 0, as NTP does.
-
-    Args:
-      timeout: seconds to wait for an answer.
-
-    Returns:
-      By process number (seconds ahead of process 0, error bound in seconds), None if there was no
-      answer in time. All processes call it and get the same answer.
-    """
-    measured = (0.0, 0.0)
-    if _group and _group.process.index:
-        began = time.time()
-        _group.send({"kind": "clock"})
-        (answer,) = _group.take("clock", [0], timeout)
-        ended = time.time()
-        middle, width = (began + ended) / 2, ended - began
-        measured = answer and (middle - answer, width)
-    return decide(measured, lambda values: values, timeout)
-
-
 def name_processes(numbers: Sequence[int]) -> str:
     """Returns "process 3" or "processes 1, 2 and 5"; of many, the first ones."""
     names = [str(number) for number in numbers]
@@ -463,10 +442,6 @@ class _Group:
                     return
                 case {"kind": "value", "name": str(name), "value": value}:
                     self._store(name, index, value)
-                case {"kind": "clock"}:
-                    answer = {"kind": "value", "name": "clock", "value": time.time()}
-                    with contextlib.suppress(OSError):
-                        connection.send(answer)
                 case {"kind": "stop", "round": int(), "by": "SIGTERM" | "SIGINT"}:
                     self._receive_stop(message)
                 case {"kind": "step", "agreement": int(agreement), "step": int(step)}:

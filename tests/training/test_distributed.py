@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import ipaddress
 import itertools
-import json
 import os
 import pathlib
 import signal
@@ -477,7 +476,6 @@ except UserError as error:
     console.fail(str(error))
 """
 WAIT = "time.sleep(600)"
-CLOCKS = "print(distributed.clock_offsets(20.0), flush=True)"
 FAIL = "time.sleep(1); raise UserError('its own reason.')"
 
 
@@ -533,13 +531,13 @@ def check_ended(process, by: int, count: int) -> None:
 
 def test_processes_meet_and_finish_among_strangers():
     port = free_port()
-    (first,) = launch(CLOCKS, count=2, port=port)
+    (first,) = launch("", count=2, port=port)
     with contextlib.ExitStack() as strangers:
         for message in ATTACKS:
             stranger = strangers.enter_context(connect_to(port))
             with contextlib.suppress(OSError):
                 stranger.sendall(message)
-        (second,) = launch(CLOCKS, count=2, port=port, begin=1)
+        (second,) = launch("", count=2, port=port, begin=1)
         wait_until_up(first)
         # JAX's service now owns the port, including loopback; 127.0.0.2 is this machine.
         with pytest.raises(OSError, match=r"refused|assign"):
@@ -548,9 +546,6 @@ def test_processes_meet_and_finish_among_strangers():
     assert [each[:2] for each in ends] == [(0, "")] * 2, ends
     assert "Traceback" not in str(ends)
     assert sum("2 x 1 cpu" in text for _, _, text in ends) == 1
-    offsets = next(line for line in ends[1][2].splitlines() if line.startswith("[["))
-    (_, (ahead, bound)) = json.loads(offsets)
-    assert abs(ahead) <= bound + 0.05  # all read the same clock
 
 
 @pytest.mark.parametrize(
