@@ -118,8 +118,8 @@ def text_vectors(
 
 def pool(
     hidden: Float[Array, "B L C"], segment_ids: Int[Array, "B L"], pooling: str
-) -> Float[Array, "B P*C"]:
-    """Return float32 vectors of texts, the parts of `POOLINGS` one after the other."""
+) -> Float[Array, "B D"]:
+    """Return float32 vectors of texts: C channels for each part in `POOLINGS`, concatenated."""
     real = (segment_ids > 0)[..., None]
     total = jnp.where(real, hidden.astype(jnp.float32), 0.0).sum(axis=1)
     parts = {
