@@ -55,7 +55,7 @@ class _EncoderModel(nnx.Module):
     """A network with one main encoder."""
 
     def _main(self) -> tuple[Embeddings, Encoder]:
-        """Return the main encoder and the embeddings that it reads."""
+        """Return the input embeddings and the main encoder."""
         return self.embeddings, self.encoder
 
     def embed(

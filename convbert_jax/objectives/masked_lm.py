@@ -107,8 +107,6 @@ def loss(
     losses = cross_entropy(logits, masked.labels, z_loss=z_loss)
     result = prediction_metrics(logits, losses, masked)
     value = metrics.ratio(result["mlm_loss"])
-    if config.objective.sentence_pairs != "none":
-        result |= pair_metrics(model.judge(hidden), batch["pair_label"])
     if teacher is not None:
         theirs, head = teacher(*inputs, dtype=dtype)
         taught, found = distillation.terms(
@@ -120,6 +118,7 @@ def loss(
             taught += d.logits_weight * metrics.ratio(found["distill_logits"])
         value = d.labels_weight * value + taught
         result |= found
-    if "pair_loss" in result:
+    if config.objective.sentence_pairs != "none":
+        result |= pair_metrics(model.judge(hidden), batch["pair_label"])
         value += metrics.ratio(result["pair_loss"])
     return value, result | {"loss": (value, jnp.ones(()))}
